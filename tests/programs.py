@@ -266,8 +266,7 @@ def _compose_once_in_a_session() -> None:
         return compose()
 
     cli.compose = found
-    kept = {"load": lambda settings: settings if isinstance(settings, config.Config) else load(settings)}
-    cli.config = SimpleNamespace(**{**vars(config), **kept})  # type: ignore[assignment]
+    config.load = lambda settings: settings if isinstance(settings, config.Config) else load(settings)
 
 
 def _forked(

@@ -76,6 +76,14 @@ def test_the_burn_in_prepares_the_task() -> None:
     assert run_ranks(burn_in, 2, settings(*words), 1e-6, init=False) == [1, 1]
 
 
+@pytest.mark.slow
+def test_the_burn_in_starts_its_own_processes() -> None:
+    alone = finish("-m", "trainer.exact.verify", "--minutes=0.001", "distributed.device=cpu")
+    assert alone.code == 2 and "--nproc_per_node=2 -m trainer.exact.verify" in alone.output
+    command = ("-m", "trainer.exact.verify", "--minutes=0.001", "distributed.device=cpu", *LOCAL)
+    assert "have the same gradients on 2 ranks" in finish(*command).output
+
+
 def test_two_ranks_name_an_error_that_does_not_repeat(tmp_path: Path) -> None:
     """One of four computations differs; an error that repeats leaves two against two."""
     once, always = Flip("activation", "exponent", rank=1, at=5), Flip("activation", "exponent", rank=1)
@@ -100,8 +108,10 @@ def test_a_wrong_sum_is_found_in_a_step_without_recomputation(tmp_path: Path) ->
         )
         for flip, strategy in cases
     ]
-    for result in run_ranks(found_each, 2, *each, init=False)[1]:
-        assert result.ranks == [1] and "received a wrong sum" in result.message
+    ddp, fsdp = run_ranks(found_each, 2, *each, init=False)[1]
+    assert "received a wrong sum" in ddp.message and "received a wrong sum" in fsdp.message
+    assert ddp.ranks == [1]
+    assert fsdp.ranks == [] and fsdp.suspect["exclude"] == {}, "a rank that sent its part may be the cause"
 
 
 def test_the_majority_decides() -> None:

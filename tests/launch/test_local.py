@@ -132,7 +132,10 @@ def test_restarts_only_what_a_restart_can_help(
     assert launch({"0": "fault 7"}, {"0": "kill"}, {"0": "0"}, max_restarts=5) == 0
     resumed = ["resume=auto" in seen(tmp_path)[f"0-{attempt}"]["argv"] for attempt in range(3)]
     assert resumed == [False, True, True]
-    assert "attempt 2 of 6 failed; restart 2 of 5 from the newest checkpoint in" in capfd.readouterr().err
+    assert (
+        "attempt 2 of 6 failed; restart 2 of 5, from the newest valid checkpoint, in"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

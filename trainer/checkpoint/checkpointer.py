@@ -163,11 +163,10 @@ class Checkpointer:
         self.restored_metrics = self._evaluations.of(self._origin)
         self.restored_unsaved = self._opened.facts.get(_UNSAVED, {})
         self._store.saved_after = manifest.saved_at
-        self.restored_verified = manifest.step
+        verified = manifest.verified if manifest.run_id == self._store.run_id else None
+        self.restored_verified = manifest.step if verified is None else verified
         if self._opened.directory.resolve().parent == self._store.root.resolve():
             self._last_saved = state.progress.step
-            if manifest.verified is not None:
-                self.restored_verified = manifest.verified
         else:
             self.start = str(self._opened.directory.resolve())
         return data_states

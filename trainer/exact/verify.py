@@ -9,9 +9,11 @@ import argparse
 import sys
 import time
 
-from trainer.cli import compose
-from trainer.config import Config, load
+from trainer import cli, config
+from trainer.errors import UserError
+from trainer.launch import local
 from trainer.launch.exits import exits
+from trainer.launch.new_process import launched_by
 from trainer.launch.rank_info import publish, rank_info
 
 _REPORT_S = 30.0  # between lines of output
@@ -29,15 +31,18 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     if not 0 < options.minutes < float("inf"):
         parser.error(f"--minutes {options.minutes}: must be a positive number")
-    sys.argv[1:] = options.overrides
+    arguments, sys.argv[1:] = sys.argv[1:], options.overrides
     with exits():
-        for settings in compose():
+        for settings in cli.compose():
             settings.train.exact = settings.train.exact or max(2, rank_info().world_size)
             settings.train.verify_every = 1
-            burn_in(load(settings), options.minutes)
+            chosen = config.load(settings)
+            if chosen.launch.name == "local" and launched_by() is None:
+                sys.exit(local.launch(chosen, arguments, "trainer.exact.verify")[0])
+            burn_in(chosen, options.minutes)
 
 
-def burn_in(config: Config, minutes: float) -> int:
+def burn_in(settings: config.Config, minutes: float) -> int:
     """Compare the ranks for `minutes`, and return the number of chunks that they computed (a collective).
 
     Raises:
@@ -58,15 +63,20 @@ def burn_in(config: Config, minutes: float) -> int:
     class BurnIn(GradientVerification):
         way_out = "Keep this device out of the job, for example with SLURM's --exclude"
 
-    assert config.train.exact is not None
-    seed = config.seed = config.seed or 0
-    publish(rank_info(config.distributed))
-    with process_group(config.distributed) as ranks:
-        strategy = build_strategy(config, ranks)
-        task, train_set = build_task(config), build_dataset(config.data, "train")
-        split = split_for(config.train, strategy)
-        initial = initial_model(config, train_set, ranks if strategy.fills_by_unit else None)
-        model = wrap_model(config, initial, strategy)
+    assert settings.train.exact is not None
+    seed = settings.seed = settings.seed or 0
+    publish(here := rank_info(settings.distributed))
+    if here.world_size < 2:
+        raise UserError(
+            "this test compares the results of at least 2 ranks, but there is 1; start it with torchrun "
+            "--standalone --nproc_per_node=2 -m trainer.exact.verify, or add launch=local launch.processes=2"
+        )
+    with process_group(settings.distributed) as ranks:
+        strategy = build_strategy(settings, ranks)
+        task, train_set = build_task(settings), build_dataset(settings.data, "train")
+        split = split_for(settings.train, strategy)
+        initial = initial_model(settings, train_set, ranks if strategy.fills_by_unit else None)
+        model = wrap_model(settings, initial, strategy)
         model.train()
         verification = BurnIn(
             every=1,
@@ -75,18 +85,18 @@ def burn_in(config: Config, minutes: float) -> int:
             task=task,
             model=model,
             chunks=[],
-            to_device=build_to_device(config, ranks.device, train_set),
+            to_device=build_to_device(settings, ranks.device, train_set),
             count=lambda batch: count_labels(task, batch, split),
             seed=seed,
-            timeout_s=config.distributed.timeout_s,
+            timeout_s=settings.distributed.timeout_s,
             verified_step=0,
             set_aside=lambda step, why: None,
         )
         if offers(task, "begin_step"):
             call_begin_step(task, 1, 2, strategy.unwrap(model))
         agreement, began, reported = Agreement(ranks), time.monotonic(), 0.0
-        for number, batch in enumerate(local_batches(config, train_set, split.micro_batch_size)):
-            step, chunk = divmod(number, config.train.exact)
+        for number, batch in enumerate(local_batches(settings, train_set, split.micro_batch_size)):
+            step, chunk = divmod(number, settings.train.exact)
             verification.compare(batch, chunk, step + 1)
             passed_s = agreement.on_main(lambda: time.monotonic() - began)
             is_over = passed_s > 60 * minutes

@@ -257,7 +257,11 @@ class GradientVerification(Verification):
         if len(wrong) < len(balances):
             why = f"{self._named(wrong)} received a wrong sum of the gradients of step {step}"
             if self._strategy.gradients_differ:  # no other rank receives this sum
-                why += "; the cause may also be a rank that sent a part of it"
+                why += (
+                    "; the cause may be this rank or any rank that sent a part of it: to find it, run python "
+                    "-m trainer.exact.verify on these hosts"
+                )
+                wrong = []
         else:
             why = (
                 f"all ranks received a wrong sum of the gradients of step {step}, so a message was corrupted "

@@ -74,8 +74,8 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
             break
         pause_s = PAUSES_S[min(attempt, len(PAUSES_S) - 1)]
         print(
-            f"attempt {attempt + 1} of {max_restarts + 1} failed; restart {attempt + 1} of {max_restarts} "
-            f"from the newest checkpoint in {pause_s} s",
+            f"attempt {attempt + 1} of {max_restarts + 1} failed; restart {attempt + 1} of {max_restarts}, "
+            f"from the newest valid checkpoint, in {pause_s} s",
             file=sys.stderr,
         )
         time.sleep(pause_s)
