@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.evaluations import Evaluations
 from trainer.checkpoint.manifest import BLOCK_BYTES, FileDigest, verify
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.checkpoint.store import Store
@@ -146,8 +147,8 @@ def save_with_long_manifests(root: Path, rounds: int) -> list[tuple[float, float
         for name in names:
             (directory / name).touch()
         marks.append((time.perf_counter(), time.process_time()))
-        store.commit(step, "sharded", digests, {})
-        store.prune(CheckpointConfig(keep_last=8, keep_best=None, keep_every=None))
+        store.commit(step, "sharded", digests, "branch")
+        store.prune(CheckpointConfig(keep_last=8, keep_best=None, keep_every=None), Evaluations(root))
         marks.append((time.perf_counter(), time.process_time()))
         begin, listed, filled, end = marks
         found.append((end[0] - filled[0] + listed[0] - begin[0], end[1] - filled[1] + listed[1] - begin[1]))

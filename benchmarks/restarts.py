@@ -216,12 +216,15 @@ def elastic(
             words = overrides(here / "run", STEPS, 30.0, "train.exact=8")
             words[0] = f"strategy={strategy}"
             launchers = start_on(world)(words, environment, here)
+            deadline = time.monotonic() + _DEADLINE_S
             with drilled_run.stopping(launchers):
                 if until == STEPS:
                     done = here / "run" / "result.json"
-                    _wait(launchers, here, lambda done=done: done.exists(), may_end=True)  # type: ignore[misc]
+                    _wait(launchers, here, deadline, lambda done=done: done.exists(), may_end=True)  # type: ignore[misc]
                     continue
-                _wait(launchers, here, lambda at=here, n=attempt, s=until: _step(at / "run", n) >= s)  # type: ignore[misc]
+                _wait(
+                    launchers, here, deadline, lambda at=here, n=attempt, s=until: _step(at / "run", n) >= s
+                )  # type: ignore[misc]
                 for pid in drilled_run.ranks_of(mark):
                     os.kill(pid, signal.SIGKILL)
             print(f"  {world} x {strategy} killed at step {until}", flush=True)

@@ -31,7 +31,7 @@ def vision(
     weights: str | None = None,
     download: bool = False,
 ) -> nn.Module:
-    """Return torchvision's classifier ``name``, untrained: (B, *input_shape) to logits (B, num_classes).
+    """Return torchvision's classifier ``name``: (B, *input_shape) to logits (B, num_classes).
 
     For images below 64 pixels, the stem keeps the resolution: a 3x3 convolution with stride 1 replaces its
     convolution, and the max-pool is removed. For a number of channels other than three, only the convolution

@@ -59,7 +59,7 @@ def _train(run_dir: Path, kind: str) -> tuple[Tensor, Tensor]:
     checkpointer = tiny.checkpointer(run_dir, format="sharded" if kind == "llama" else "full", state=state)
     for _ in range(2):
         model(TOKENS).logits.square().mean().backward()
-        trained.take_gradients()
+        trained.attach_gradients()
         optimizer.step()
         state.update_average()
         trained.drop_gradients()

@@ -74,7 +74,10 @@ def wsd(
     decay_fraction: float = 0.2,
     final_fraction: float = 0.0,
 ) -> LambdaLR:
-    """Return a warmup-stable-decay schedule: 1, then a linear decay in the last `decay_fraction` of the run.
+    """Return a warmup-stable-decay schedule, whose factor is constant and then decays linearly.
+
+    Args:
+        decay_fraction: the part of the steps after the warm-up that the decay takes.
 
     The part before the decay does not depend on `total_steps`, so a run can be extended before its decay.
 
