@@ -125,7 +125,7 @@ class Simulator:
 
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}
-        self.here, self.host = threading.local(), Counter[str]()
+        self.here, self.host, self.lock = threading.local(), Counter[str](), threading.RLock()
         self.pending: list[tuple[Counter[str], Callable[[], object]]] = []
         self.launches, self.reads, self.waits = (Counter[tuple[str, str]]() for _ in range(3))
         self.log: list[tuple[str, str, str]] = []  # stream, operation, line
@@ -153,11 +153,12 @@ class Simulator:
         self.arrive(clock)
 
     def arrive(self, clock: Counter[str]) -> None:
-        self.host |= clock
-        there = [copy for at, copy in self.pending if at <= self.host]
-        self.pending = [(at, copy) for at, copy in self.pending if not at <= self.host]
-        for copy in there:
-            copy()
+        with self.lock:  # a run waits in several threads
+            self.host |= clock
+            there = [copy for at, copy in self.pending if at <= self.host]
+            self.pending = [(at, copy) for at, copy in self.pending if not at <= self.host]
+            for copy in there:
+                copy()
 
     def wait_for_all(self, device: Any = None) -> None:
         clock = Counter[str]()
@@ -253,8 +254,10 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         target = args[0] if name == "copy_" else torch.empty_like(value, device="cpu")  # which torch pins
         if name == "copy_" and not getattr(target, "pinned", False):
             SIM.wait(stream.clock, "copy")
-        SIM.pending.append((Counter(stream.clock), lambda: target.copy_(value)))
-        return target.fill_(-77)
+        target.fill_(-77)
+        with SIM.lock:
+            SIM.pending.append((Counter(stream.clock), lambda: target.copy_(value)))
+        return target
     if to_host or (sims and name in _READS):
         SIM.reads[SIM.phase, f"{line()} {name}"] += 1
         SIM.wait(SIM.current().clock, "read")
