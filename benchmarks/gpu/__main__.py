@@ -21,9 +21,11 @@ With --dry-run, all parts run with tiny sizes on a CPU, with gloo, to find mista
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,20 +47,30 @@ _BY_NAME = {part.name: part for part in PARTS}
 
 def main() -> int:
     options = _options()
-    options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(options.cache / "inductor"))
     os.environ.setdefault("TRITON_CACHE_DIR", str(options.cache / "triton"))
     day, begin = Day(options.dry_run, options.out), time.monotonic()
     parts = [_BY_NAME[name] for name in options.names if name != "table"]
     if options.budget is not None:
-        left = [part for part in PARTS if not _is_measured(day, part)]
+        left = [part for part in parts or PARTS if not _is_measured(day, part)]
         parts = chosen(left, options.budget)
+        if not parts:
+            why = f"none of them fits into {options.budget:g} s" if left else f"{options.out} has all results"
+            print(f"no part to run: {why}")
     if options.list:
-        print(listing(parts or PARTS))
+        is_choice = options.names or options.budget is not None
+        print(listing(parts if is_choice else PARTS))
         return 0
     if parts and not (day.dry or day.on_gpu):
         print("torch sees no GPU; use --dry-run to run tiny sizes on the CPU", file=sys.stderr)
         return 2
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
+    except OSError as error:
+        print(f"--out {options.out}: {error.strerror}; choose another folder", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs finally blocks
     if parts and not options.in_process:
         print(f"{listing(parts)}\n", flush=True)
     status = 0
@@ -85,7 +97,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/gpu.sh", description=__doc__, formatter_class=raw, allow_abbrev=False
+    )
     add = parser.add_argument
     add("names", nargs="*", type=_name, metavar="NAME", help="parts to run, or table")
     add("--list", action="store_true", help="print the parts that would run")
@@ -130,8 +144,31 @@ def _run_in_subprocess(day: Day, part: Part) -> int:
     """Run a part for at most twice its estimated time, so that a hang doesn't use up the GPU time."""
     command = [sys.executable, "-m", "benchmarks.gpu", part.name, "--out", str(day.out), "--in-process"]
     command += ["--dry-run"] * day.dry
-    limit = ["timeout", "--kill-after=45", str(min(570, max(120, 2 * part.seconds)))]
-    return int(subprocess.run([*limit, *command], check=False).returncode != 0)
+    begin, limit_s = time.monotonic(), min(570, max(120, 2 * part.seconds))
+    problem = f"did not end within {limit_s} s"
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        status = process.wait(limit_s)
+        problem = f"ended with status {status}"
+    except subprocess.TimeoutExpired:
+        status = 1
+    finally:  # also after Ctrl-C: the part would keep the GPU
+        _end(process)
+    found = _read(day, part) or {"rows": [], "complete": False}
+    if not _is_complete(found):  # it crashed or hung, and would do so in the next call, too
+        rows = [*(Row(**row) for row in found["rows"]), Row(part.name, None, ok=False, note=problem)]
+        _write(day, part, rows, time.monotonic() - begin, complete=True)
+    return int(status != 0)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the group of a part that still runs; it gets time to end the ranks that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(45)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _measure(day: Day, part: Part) -> int:
@@ -155,6 +192,7 @@ def _write(day: Day, part: Part, rows: Sequence[Row], seconds: float, complete: 
     facts = {
         "part": part.name,
         "bar": part.bar,
+        "complete": complete,
         "passed": complete and (all(judged) if judged else None),
         "date": datetime.now(UTC).date().isoformat(),
         "seconds": round(seconds, 1),
@@ -172,9 +210,14 @@ def _read(day: Day, part: Part) -> dict[str, Any] | None:
 
 
 def _is_measured(day: Day, part: Part) -> bool:
-    """Return whether the results contain this part, measured on a GPU."""
+    """Return whether the results contain this part without an interruption, measured on a GPU."""
     found = _read(day, part)
-    return not day.dry and found is not None and not found["machine"]["dry"]
+    return not day.dry and found is not None and not found["machine"]["dry"] and _is_complete(found)
+
+
+def _is_complete(found: dict[str, Any]) -> bool:
+    """Whether the part was not interrupted."""
+    return bool(found.get("complete", True))
 
 
 def _table(day: Day) -> int:
@@ -184,6 +227,7 @@ def _table(day: Day) -> int:
     for part in found:
         facts = ", ".join(f"{key} {value}" for key, value in part["machine"].items())
         mark = {None: "no limit", True: "passed", False: "MISSED"}[part["passed"]]
+        mark = mark if _is_complete(part) else "INTERRUPTED"
         print(f"{part['part']} ({part['bar']}): {mark}; {part['seconds']:.0f} s, {part['date']}, {facts}")
         print(table([Row(**row) for row in part["rows"]]), end="\n\n")
     print(f"not run: {', '.join(missing) or 'none'}")

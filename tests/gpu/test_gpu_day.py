@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,12 @@ def test_a_budget_runs_parts_without_results(tmp_path: Path) -> None:
     (tmp_path / "allreduce.json").write_text(json.dumps({"machine": {"dry": False}}))
     (tmp_path / "recorder.json").write_text(json.dumps({"machine": {"dry": True}}))
     assert listed() == ["all_reduce", "recorder", "total"]
+    (tmp_path / "allreduce.json").write_text(json.dumps({"machine": {"dry": False}, "complete": False}))
+    assert listed() == ["allreduce", "recorder", "total"], "an interrupted part runs again"
+    command = ("--list", "--budget", "20", "--out", str(tmp_path / "new"))
+    said = gpu_sh(*command, timeout_s=300)
+    assert said.startswith("no part to run: none of them fits into 20 s") and "0 parts" in said
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
@@ -65,6 +73,33 @@ def test_an_interrupted_part_has_not_passed(tmp_path: Path, monkeypatch: pytest.
     assert found["passed"] is not False and len(found["rows"]) == 3
     _write(day, part, [Row("one of three", 1.0, ok=True)], 1.0, complete=False)
     assert json.loads((tmp_path / "packed.json").read_text())["passed"] is False
+
+
+@pytest.mark.parametrize("how", ["interrupted", "hangs"])
+def test_a_part_ends_when_its_call_does(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, it would keep the GPU."""
+    part, day, started = PARTS[0], Day(dry=True, out=tmp_path), list[subprocess.Popen[bytes]]()
+    popen = subprocess.Popen
+
+    class Sleeps(popen):  # type: ignore[type-arg, misc, valid-type]
+        def __init__(self, command: object, **options: Any) -> None:
+            super().__init__(["sleep", "60"], **options)
+            started.append(self)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout == 120:
+                raise KeyboardInterrupt if how == "interrupted" else subprocess.TimeoutExpired("", timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Sleeps)
+    _write(day, part, [], 1.0, complete=False)
+    with pytest.raises(KeyboardInterrupt) if how == "interrupted" else contextlib.nullcontext():
+        assert _run_in_subprocess(day, part) == 1
+    assert started[0].poll() is not None
+    found = json.loads((tmp_path / f"{part.name}.json").read_text())
+    assert found["complete"] == (how == "hangs") and found["passed"] is False
+    if how == "hangs":
+        assert found["rows"][-1]["note"] == "did not end within 120 s"
 
 
 @pytest.mark.slow
