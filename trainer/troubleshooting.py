@@ -45,6 +45,7 @@ ENTRIES = {
     "gloo-address": "Gloo connectFullMesh failed with ... remote=[127.0.0.1]",
     "gloo-interface": "GLOO_SOCKET_IFNAME=..., but its host ... has no interface ...",
     "duplicate-gpu": "Duplicate GPU detected",
+    "same-gpu": "Multiple Ranks are using the same GPU",
     # Failures of a rank, after the messages that it may have printed.
     "died": "rank ... died of ...",
     "hangs": "rank ... hangs in ...",
