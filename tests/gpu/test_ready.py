@@ -263,10 +263,12 @@ def test_ranks_share_a_gpu_only_if_configured(
     join: Callable[..., object], nccl: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nccl(2, 30)
-    with pytest.raises(UserError, match=r"local rank 1 has no GPU of its own.*ranks_per_gpu=auto"):
+    with pytest.raises(UserError, match=r"local rank 1 has no GPU of its own.*ranks_per_gpu=2, or"):
         join(1)
-    with pytest.raises(UserError, match=r"has 1, and distributed\.ranks_per_gpu=2.*--nproc_per_node=2 or"):
-        join(1, "distributed.ranks_per_gpu=2", ranks=3)
+    with pytest.raises(
+        UserError, match=r"per_gpu=2; start at most 4 processes per host, .*ranks_per_gpu=3, or"
+    ):
+        join(2, "distributed.ranks_per_gpu=2", ranks=6)
     assert join(1, under_torchrun=False) == GPU, "srun shows each process its own"
     monkeypatch.setenv("RINGMASTER_LAUNCHER", "local")
     with pytest.raises(UserError, match="local rank 1 has no GPU of its own"):
@@ -315,7 +317,7 @@ def test_ranks_get_the_variables_that_their_nccl_needs(
     of_new: dict[str, str],
     of_old: dict[str, str],
 ) -> None:
-    hosts, each = set(), count_per_gpu("auto", gpus, ranks, num_hosts=1)
+    hosts, each = set(), count_per_gpu("auto", gpus, [0] * ranks)
     for rank in range(ranks):
         assert rank // each == int(devices[rank])
         got = environment(version, each, rank, num_hosts=1, given={})
@@ -336,7 +338,9 @@ def test_the_users_variables_are_used_or_refused() -> None:
         with pytest.raises(UserError, match=f"{name}={value} is not supported .* unset {name}"):
             environment((2, 30, 7), 2, 0, num_hosts=1, given={name: value})
     with pytest.raises(UserError, match="auto requires a single host, but this run has 2"):
-        count_per_gpu("auto", 1, 2, num_hosts=2)
+        count_per_gpu("auto", 1, [0, 1])
+    assert count_per_gpu(4, 1, [0, 0]) == 2 and count_per_gpu(4, 1, [0]) == 1, "no more than there are"
+    assert count_per_gpu(4, 1, [0, 0, 0, 1]) == 3, "all ranks need the same NCCL_ALGO"
 
 
 def test_a_multi_gpu_model_uses_a_group_that_supports_all_its_devices(

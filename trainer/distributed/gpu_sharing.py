@@ -8,7 +8,8 @@ rank gets its own NCCL_HOSTID, and all ranks communicate through sockets, as if 
 import math
 import os
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import UserError
@@ -17,16 +18,22 @@ _SINCE = (2, 30)  # the NCCL version that added NCCL_MULTI_RANK_GPU_ENABLE
 _MPS_FOLDER = "CUDA_MPS_PIPE_DIRECTORY"
 
 
-def count_per_gpu(setting: int | str, num_gpus: int, local_world_size: int, num_hosts: int) -> int:
-    """Return the number of consecutive local ranks that use the same GPU; it is the same on all ranks."""
+def count_per_gpu(setting: int | str, num_gpus: int, hosts: Sequence[int]) -> int:
+    """Return the number of consecutive local ranks that use the same GPU; it is the same on all ranks.
+
+    Args:
+        hosts: the index of each rank's host.
+    """
+    ranks_of_hosts = Counter(hosts)
+    largest = max(ranks_of_hosts.values())
     if setting != "auto":
-        return int(setting)
-    if num_hosts > 1:
+        return min(int(setting), largest)  # a run with fewer ranks shares less, or nothing
+    if len(ranks_of_hosts) > 1:
         raise UserError(
-            f"distributed.ranks_per_gpu=auto requires a single host, but this run has {num_hosts}, which may "
-            "have different numbers of GPUs; set it to a number"
+            f"distributed.ranks_per_gpu=auto requires a single host, but this run has {len(ranks_of_hosts)}, "
+            "which may have different numbers of GPUs; set it to a number"
         )
-    return math.ceil(local_world_size / num_gpus)
+    return math.ceil(largest / num_gpus)
 
 
 def environment(

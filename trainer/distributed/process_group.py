@@ -1,6 +1,7 @@
 """Set up and clean up the default process group: the only place that calls init_process_group."""
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -140,8 +141,7 @@ def watched_process_group(
 def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: dist.Store) -> Ranks:
     """Initialize the default process group with all ranks in `store`."""
     local_rank, local_world_size = local_rank_and_size(here, hosts)
-    num_hosts = len(set(hosts))
-    device, ranks_per_gpu = _device(settings, local_rank, local_world_size, num_hosts, here)
+    device, ranks_per_gpu = _device(settings, local_rank, local_world_size, hosts, here)
     backend = settings.backend or accelerator.backend_of(device)
     if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
         raise UserError(f"distributed.backend={backend} requires CUDA, but the device is {device}; use gloo")
@@ -153,7 +153,9 @@ def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: 
         gpu_sharing.check_mps()
         if "nccl" in backend:
             nccl_version = torch.cuda.nccl.version()
-            os.environ |= gpu_sharing.environment(nccl_version, ranks_per_gpu, rank, num_hosts, os.environ)
+            os.environ |= gpu_sharing.environment(
+                nccl_version, ranks_per_gpu, rank, len(set(hosts)), os.environ
+            )
     # A group that is bound to a device rejects tensors on other devices, which a model on several GPUs has.
     has_several = accelerator.found(device.type)[1] > local_world_size
     dist.init_process_group(
@@ -186,7 +188,7 @@ def _is_communication_error(error: BaseException) -> bool:
 
 
 def _device(
-    settings: DistributedConfig, local_rank: int, local_world_size: int, num_hosts: int, here: RankInfo
+    settings: DistributedConfig, local_rank: int, local_world_size: int, hosts: list[int], here: RankInfo
 ) -> tuple[torch.device, int]:
     """Return the device of this process, and the number of ranks that share it."""
     wanted = settings.device
@@ -197,13 +199,14 @@ def _device(
         raise UserError(
             f"distributed.device={wanted}, but torch sees no GPU here; use distributed.device=cpu"
         )
-    per_gpu = gpu_sharing.count_per_gpu(settings.ranks_per_gpu, num_gpus, local_world_size, num_hosts)
+    per_gpu = gpu_sharing.count_per_gpu(settings.ranks_per_gpu, num_gpus, hosts)
     if local_rank < num_gpus * per_gpu:
         return torch.device(kind, local_rank // per_gpu), per_gpu
     if num_gpus == 1 and not has_launcher_on_host(here):
         return torch.device(kind, 0), per_gpu  # srun --gpus-per-task shows each process only its own GPU
     raise UserError(
         f"local rank {local_rank} has no GPU of its own: this host has {num_gpus} GPU(s), and "
-        f"distributed.ranks_per_gpu={per_gpu}; start with --nproc_per_node={num_gpus * per_gpu} or "
-        "less, let ranks share a GPU with distributed.ranks_per_gpu=auto, or use distributed.device=cpu"
+        f"distributed.ranks_per_gpu={per_gpu}; start at most {num_gpus * per_gpu} processes per host, let "
+        f"ranks share a GPU with distributed.ranks_per_gpu={math.ceil(local_world_size / num_gpus)}, or use "
+        "distributed.device=cpu"
     )
