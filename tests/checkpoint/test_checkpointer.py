@@ -39,6 +39,24 @@ def test_save_on_failure_ignores_checkpoints_of_older_branches(tmp_path: Path) -
     assert found == [(False, 2), (True, 3), (False, 3)]
 
 
+def _verified_steps(run_dir: Path) -> list[int]:
+    """Return the verified step after a resume from another disk: in the same run, and in a new run."""
+    state = tiny.train_state()
+    saver = tiny.checkpointer(run_dir / "first", state=state)
+    state.progress.step, saver.verified_step = 3, 2
+    saver.save(state).wait()
+    found = []
+    for run_id in ("tiny", "new"):
+        resumed = tiny.checkpointer(run_dir / run_id, run_id=run_id)
+        tiny.restore(resumed, tiny.train_state(), f"{run_dir}/first/checkpoints/step_00000003")
+        found.append(resumed.restored_verified)
+    return found
+
+
+def test_only_a_new_run_trusts_steps_after_the_verified_one(tmp_path: Path) -> None:
+    assert run_ranks(_verified_steps, 1, tmp_path) == [[2, 3]]
+
+
 def _resume_others(run_dir: Path) -> None:
     state = tiny.train_state()
     tiny.train(state, 1)
