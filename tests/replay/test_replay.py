@@ -220,6 +220,9 @@ def test_a_difference_is_reported_with_its_reason(tmp_path: Path) -> None:
     argv = (str(tmp_path), "--step", "10", "train.skip_steps=[[9,12]]")
     refused = finish("-m", "trainer.replay", *argv, forks=True).output
     assert "step 10 was skipped because of train.skip_steps=[[9, 12]]" in refused
+    argv = (str(tmp_path), "--step", "10", "--from", f"{tmp_path}/checkpoints/step_00000012")
+    refused = finish("-m", "trainer.replay", *argv, forks=True).output
+    assert "step_00000012 already contains step 10; pass an earlier checkpoint" in refused
 
 
 def refused(run_dir: Path) -> str:

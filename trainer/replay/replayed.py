@@ -151,6 +151,8 @@ def replayed(
             run = replace(run, data=run.data._replace(eval_loader=None), report=report)
             if step > run.plan.total_steps:
                 raise UserError(f"--step {step}: the last step of this run is {run.plan.total_steps}")
+            if step <= run.plan.steps_before:
+                raise UserError(f"{checkpoint} already contains step {step}; pass an earlier checkpoint")
             run.report.run_log.open()
             run.model.train()
             evaluations = on_main(lambda: _evaluations(run_dir), ranks)
