@@ -14,7 +14,7 @@ from trainer.run_dir.steps_file import read_steps
 from trainer.sweep.trials import RunFiles
 
 # Settings that do not change what a step computes.
-_IGNORED = ["logger", "launch", "checkpoint", "data.num_workers", "data.prefetch_factor", "data.pin_memory"]
+_IGNORED = ["logger", "launch", "checkpoint", "data.prefetch_factor", "data.pin_memory"]
 _IGNORED += ["data.persistent_workers", "data.download", "comm.timeline", "distributed.timeout_s"]
 _IGNORED += [f"distributed.{name}" for name in ("init_method", "rank", "world_size", "shrink")]
 _IGNORED += [f"train.{name}" for name in ("log_every_steps", "show_every", "check_replicas_every")]
@@ -46,7 +46,9 @@ class RecordedRun(RunFiles):
 
     def __init__(self, folder: Path, code: Path, python: str) -> None:
         super().__init__(folder.resolve())
-        self.code, self.python = code.resolve(), python
+        self.code = code.resolve()
+        # the replay starts in `code`; a link to an interpreter is its virtual environment
+        self.python = str(Path(python).absolute()) if "/" in python else python
         self.settings = saved_values(folder)
         self.steps = read_steps(folder)
         self.failure: dict[str, Any] = {} if self.result else failure_file.read(folder) or {}

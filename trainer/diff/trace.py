@@ -34,7 +34,7 @@ from trainer.tensors.nested import leaves
 
 _MOST_BYTES = 4 << 30  # most bytes of tensors that a rank keeps per step; further ones are only hashed
 # Options of the optimizer that do not change what it computes.
-_HOW = {"params", "name", "foreach", "fused", "capturable", "differentiable"}
+_HOW = {"params", "name", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
 
 
 class StepTrace(WeightStatistics):
@@ -84,7 +84,7 @@ class StepTrace(WeightStatistics):
                 self._add_whole("gradients", f"gradient of {name}", gradient)
         names = {parameter: name for name, parameter in own.items()}
         for group in optimizer.param_groups:
-            for option in group.keys() - _HOW:
+            for option in sorted(group.keys() - _HOW):
                 for parameter in group["params"]:
                     self.add("optimizer", f"{option} of {names[parameter]}", text=str(group[option]))
         yield
