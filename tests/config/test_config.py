@@ -101,6 +101,7 @@ def test_null_means_never_for_counts() -> None:
         ),
         _slow("train.skip_steps=[[0,3]]", "train.skip_steps is [[0, 3]], but must be ranges"),
         _slow("train.skip_steps=[[3]]", "train.skip_steps is [[3]], but must be ranges"),
+        ("train.skip_steps=[3]", "train.skip_steps is [3], but must be ranges"),
         _slow("train.skip_steps=[[4,9],[1,4]]", "train.skip_steps is [[4, 9], [1, 4]], but must be ranges"),
         ("optim.lr=nan", "optim.lr is nan, but must be a finite number"),
         _slow("optim.lr=-1", "optim.lr is -1, but must be at least 0"),

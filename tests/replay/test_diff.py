@@ -137,6 +137,7 @@ def test_runs_from_a_checkpoint_of_another_run(good: Path, tmp_path: Path) -> No
     code, output = compared(one, made(tmp_path / "other", [], *start, "optim.lr=0.02", steps=7))
     assert code == 1
     assert re.search(r"step 6, lr of encoder.weight: 0.01 and 0.02", first(output)), output
+    assert not (one / "replay").exists(), "diff leaves runs as they were"
 
 
 @pytest.mark.slow

@@ -212,9 +212,10 @@ class TrainConfig:
     channels_last: bool = MISSING
     clip_grad_norm: float | None = above(0)
     skip_nonfinite: int = count_or_never()
-    skip_steps: list[list[int]] = limited(  # noqa: RUF009, it creates a field
+    skip_steps: list[Any] = limited(  # noqa: RUF009, it creates a field
         lambda ranges: (
-            all(len(each) == 2 and 1 <= each[0] <= each[1] for each in ranges)
+            all(isinstance(each, list) and [*map(type, each)] == [int, int] for each in ranges)
+            and all(1 <= first <= last for first, last in ranges)
             and all(before[1] < after[0] for before, after in pairwise(sorted(ranges)))
         ),
         "ranges [first, last] of steps, counted from 1 and without overlap, such as [[48100, 48300]]",

@@ -15,7 +15,7 @@ from trainer.sweep.trials import RunFiles
 
 # Settings that do not change what a step computes.
 _IGNORED = ["logger", "launch", "checkpoint", "data.prefetch_factor", "data.pin_memory"]
-_IGNORED += ["data.persistent_workers", "data.download", "comm.timeline", "distributed.timeout_s"]
+_IGNORED += ["data.download", "comm.timeline", "distributed.timeout_s"]
 _IGNORED += [f"distributed.{name}" for name in ("init_method", "rank", "world_size", "shrink")]
 _IGNORED += [f"train.{name}" for name in ("log_every_steps", "show_every", "check_replicas_every")]
 _IGNORED += [f"train.{name}" for name in ("histograms_every", "peak_tflops", "profile", "max_hours")]
@@ -58,8 +58,8 @@ class RecordedRun(RunFiles):
         attempt = attempt_of(self.folder, step)
         if attempt is None:
             raise UserError(
-                f"{self.folder} has no record of its code and environment (code.json), because an earlier "
-                "version of Ringmaster wrote it; train again"
+                f"{self.folder} has no record of its code and environment, because its code.json is damaged, "
+                "or an earlier version of Ringmaster, which did not write this file, made the run; train again"
             )
         return attempt
 

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from trainer.data.loading.loaders import Batches
 from trainer.distributed.agreement import compare_across_ranks, on_main
 from trainer.distributed.gather_samples import gathering
 from trainer.distributed.process_group import process_group
-from trainer.errors import UserError, writing
+from trainer.errors import UserError
 from trainer.launch.rank_info import rank_info
 from trainer.launch.signals import StopRequest
 from trainer.loop import Epochs
@@ -169,6 +169,8 @@ def replayed(
         finally:
             if ranks.is_main:
                 shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # it contains reports
+                    folder.parent.rmdir()
 
 
 def _check(config: Config, run_dir: Path, step: int, attempt: RunAttempt | None) -> None:
@@ -213,9 +215,11 @@ def checkpoint_before(run_dir: Path, step: int) -> Path | None:
 
 
 def _temporary_folder(run_dir: Path) -> Path:
-    with writing(run_dir):
+    """Return a new folder in the run, which all hosts can read, or elsewhere if the run can't be changed."""
+    with suppress(OSError):
         (run_dir / "replay").mkdir(exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".", dir=run_dir / "replay"))
+    return Path(tempfile.mkdtemp(prefix="trainer-replay-"))
 
 
 def _evaluations(run_dir: Path) -> dict[int, dict[str, float]]:

@@ -27,12 +27,13 @@ class StepsFile:
         path = run_dir / FILE
         records = _read(path)
         kept = int((records["step"] <= steps_before).sum())  # steps are in ascending order
-        self._file = path.open("ab", buffering=0)
+        self._file = path.open("ab")
         self._file.truncate(kept * _RECORD.itemsize)
 
     def write(self, records: Sequence[StepRecord]) -> None:
         """Append records of consecutive steps."""
         self._file.write(np.array([*map(tuple, records)], _RECORD).tobytes())
+        self._file.flush()  # raises an error if a full disk accepts only a part
 
     def close(self) -> None:
         self._file.close()
