@@ -59,7 +59,7 @@ class RecordedRun(RunFiles):
         if attempt is None:
             raise UserError(
                 f"{self.folder} has no record of its code and environment, because its code.json is damaged, "
-                "or an earlier version of Ringmaster, which did not write this file, made the run; train again"
+                "or an earlier version of Ringmaster, which did not write it, made the run; train again"
             )
         return attempt
 
