@@ -102,7 +102,10 @@ class Task(Protocol):
         """Return the number of counted tokens, for usage/tokens_per_second."""
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return float64 sums over the batch, on the model's device, of the same length for every batch."""
+        """Return float64 sums over the batch, on the model's device, of the same length for every batch.
+
+        On a Mac's GPU, which lacks float64, return float32; the trainer adds batches in float64 on the CPU.
+        """
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
         """Return metrics from the sums over all samples of all ranks; ``loss`` is used to compare runs."""
