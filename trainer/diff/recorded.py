@@ -77,7 +77,12 @@ def setting_rows(one: RecordedRun, other: RecordedRun) -> tuple[list[list[str]],
 def environment_rows(one: RunAttempt, other: RunAttempt) -> list[list[str]]:
     """Return (name, value in A, value in B) of all facts that differ."""
     facts = [
-        {"strategy": each.strategy, "processes": str(each.world_size), **each.environment}
+        {
+            "strategy": each.strategy,
+            "processes": str(each.world_size),
+            "resumed after step": str(each.first_step),
+            **each.environment,
+        }
         for each in (one, other)
     ]
     return _rows(differing_settings(facts), *facts)

@@ -43,7 +43,7 @@ class Replay:
         words = f"steps {min(map(int, hashes)) + 1} to {max(map(int, hashes)) + 1}, {words}: "
         if not facts["mismatches"]:
             return words + ("as recorded" if facts["recorded"] else "no record")
-        why = "; ".join(facts["reasons"]) or "no change of code, torch or hardware was found"
+        why = "; ".join(facts["reasons"]) or "no change of imported code, torch or hardware was found"
         return f"{words}NOT as recorded: {facts['mismatches'][0]} ({why})"
 
 
@@ -188,7 +188,10 @@ class _Search:
         )
         _, errors = process.communicate()
         if process.returncode:
-            raise UserError(f"the replay of {run.folder} failed:\n{errors.strip()}")
+            raise UserError(
+                f"the replay of {run.folder} with the code in {run.code} failed (see --folders):\n"
+                f"{errors.strip()}"
+            )
         return Replay(json.loads((out / "replay.json").read_bytes()), read_traces(out))
 
 
