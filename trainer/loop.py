@@ -249,7 +249,7 @@ def _best_so_far(run: Run) -> str:
         return ""
     metric, value, step = best
     if step == run.state.progress.step:
-        return "  (best so far)"
+        return f"  (best {metric.removeprefix('eval/')} so far)"
     return f"  (best {metric.removeprefix('eval/')} {value:.4f} at step {step})"
 
 

@@ -310,9 +310,9 @@ class GradientVerification(Verification):
     def way_out(self) -> str:
         """The end of the message: what to do."""
         return (
-            "No rank applied the update. The same run_dir with resume=auto continues from the newest "
-            f"checkpoint up to step {self.verified_step}, the last verified step; failure.json contains the "
-            "options that exclude the host"
+            "No rank applied the update. To continue, start again with the same run_dir and resume=auto: the "
+            f"run resumes from the newest checkpoint that is not later than step {self.verified_step}, the "
+            "last verified step; failure.json contains the options that exclude the host"
         )
 
 

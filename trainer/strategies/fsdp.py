@@ -103,7 +103,7 @@ class Fsdp(Strategy):
         shards = add_by_chunks(model, self.order.num_chunks, self.order.checks) if by_chunks else ()
         self.order.attach(model, shards)
         self.notes.append(
-            f"fsdp: {len(units)} units and the root"
+            f"fsdp: {len(units)} units (modules that are sharded separately) and the root module"
             + (f"; {len(norms)} batch norms are separate units in fp32" if norms else "")
         )
         return model

@@ -26,9 +26,9 @@ def write(log: TrialLog, wanted: SweepConfig) -> str:
     _write_csv(folder, trials, wanted.metric)
     write_hparams(folder, trials, wanted.metric)
     drawn = draw(folder / PLOT, trials, wanted)
-    look = f"tensorboard --logdir {shlex.quote(str(folder))}"
-    files = f"{folder / CSV}" + (f"  {folder / PLOT}" if drawn else "") + f"  {look}"
-    return f"\n{table(trials, wanted)}\n\n{files}"
+    files = [["table", str(folder / CSV)], *([["plots", str(folder / PLOT)]] if drawn else [])]
+    files.append(["view with", f"tensorboard --logdir {shlex.quote(str(folder))}"])
+    return f"\n{table(trials, wanted)}\n\n{columns(files)}"
 
 
 def order(repeats: Sequence[Trial], wanted: SweepConfig) -> float:
