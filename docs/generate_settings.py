@@ -58,8 +58,8 @@ _INTRO = """# Settings
 Every setting can be changed on the command line: `python train.py train.epochs=5 optim.lr=0.1`.
 `python train.py --cfg job ...` prints all settings that a command would use, without training.
 
-The first part of this page lists the settings that every run has. The other parts list the choices of each
-configuration group; select one choice per group, such as `strategy=fsdp`.
+The first part lists the settings that every run has. The other parts list the choices of each configuration
+group; select one choice per group, such as `strategy=fsdp`.
 
 The key `_target_` is the import path of a class or function, and the keys next to it are its arguments. To
 pass an argument that is not listed, use `+KEY=VALUE`.

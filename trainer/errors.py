@@ -81,7 +81,7 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
         super().__init__(
             "stopped by a signal before all ranks had joined; no step was run"
             if step is None
-            else f"stopped by a signal after step {step}; run_dir={run_dir} resume=auto continues from there"
+            else f"stopped by a signal after step {step}; to continue, set run_dir={run_dir} resume=auto"
         )
         self.step = step
 
