@@ -110,8 +110,9 @@ class ReplicaCheck:
             f"replicas differ after step {step}{equal_at}: {'; '.join(differences)}. "
             "This state has not been saved. To continue from the last checkpoint, start again with the same "
             "run_dir and resume=auto. Possible causes are code that treats ranks differently, such as a call "
-            "of model.module that bypasses DDP or an update in a hook, and faulty memory or a faulty processor. "
-            "To train on different types of processors together, set train.check_replicas_every=null",
+            "of model.module that bypasses DDP or an update in a hook, and faulty memory or a faulty "
+            "processor. To train on different types of processors together, set "
+            "train.check_replicas_every=null",
             tuple(sorted(suspects)),
         )
 
