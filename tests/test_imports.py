@@ -108,7 +108,7 @@ LAYERS: tuple[dict[str, str], ...] = (
     },
     {
         "api": "cli config errors files inference launch run",
-        "exact/verify": "build cli config distributed exact guards launch strategies tasks",
+        "exact/verify": "build cli config distributed errors exact guards launch strategies tasks",
         "diff": "checkpoint config context data distributed errors files inference launch model replay report run_dir sweep "
         "tensors",
     },
