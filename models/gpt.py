@@ -1,4 +1,4 @@
-"""A decoder-only transformer like GPT-2, with tied token embeddings."""
+"""A decoder-only transformer like GPT-2, with tied input and output embeddings."""
 
 from collections.abc import Sequence
 
@@ -19,16 +19,16 @@ SIZES = {  # width, depth, heads
 
 
 class GPT(nn.Module):
-    """GPT-2: tokens (B, T), int64, to logits (B, T, vocab_size), for T up to block_size.
+    """GPT-2, which maps tokens (B, T), int64, to logits (B, T, vocab_size), for T up to block_size.
 
     Args:
         vocab_size: number of tokens in the vocabulary.
         block_size: maximum length of a sequence.
         size: a key of SIZES; width, depth and num_heads override its values.
-        dropout: its probability after the embeddings, in the attention, and on each residual branch.
-        vocab_multiple: pad the matrix product of the logits to a multiple of this number of columns, because
-            a GPU takes longer for 50,257 than for 50,304. The zeros are created for the product only, and are
-            not part of the logits, the parameters or a checkpoint.
+        dropout: probability of dropout after the embeddings, in the attention, and on each residual branch.
+        vocab_multiple: compute the logits with a weight matrix that is padded with zeros to a multiple of
+            this number of rows, because a GPU takes longer for 50,257 than for 50,304. The padding is not
+            part of the logits, the parameters or a checkpoint.
         border: the token that ends each document. The documents of a sequence then do not attend to each
             other, and the positions of each start at 0, so the logits are those of separate documents. See
             `models.packed`.
@@ -84,7 +84,7 @@ class GPT(nn.Module):
         return list(self.blocks)
 
     def empty_cache(self) -> list[Past]:
-        """Return an empty cache for ``forward`` on consecutive parts of a sequence."""
+        """Return an empty key-value cache for calls of ``forward`` on consecutive parts of a sequence."""
         return [Past(self.block_size) for _ in self.blocks]
 
     def forward(
@@ -98,8 +98,7 @@ class GPT(nn.Module):
         """Return logits or, given ``targets`` (B, T), their cross entropy.
 
         Args:
-            cache: if given, ``tokens`` continue the sequence of the previous call: first a prompt, then one
-                token at a time.
+            cache: from `empty_cache`; the first call gets a prompt, and each later call the next token.
             reduction: mean, sum or none, for the cross entropy.
             chunks: compute the cross entropy from a few rows of logits at a time, to save memory.
         """
@@ -112,7 +111,8 @@ class GPT(nn.Module):
         if self.border is not None:
             if cache:
                 raise ValueError(
-                    f"a cache is not supported with border={self.border}; pass the whole sequence"
+                    f"a key-value cache is not supported with border={self.border}; call the model with the "
+                    "whole sequence and no cache"
                 )
             varlen = takes_varlen(x, self._head_size, self.dropout.p if self.training else 0.0)
             positions, mask = documents(tokens, self.border, varlen)
@@ -138,8 +138,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy, in fp32, of the logits ``x @ weight.T``, for x (B, T, width).
 
-    Only a few rows of logits and of their gradients are in memory at a time. Rows of ``weight`` (classes,
-    width) from ``num_classes`` on are padding without gradients.
+    Only a few rows of logits and of their gradients are in memory at a time. ``weight`` is (classes, width);
+    its rows from ``num_classes`` on are padding without gradients.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):  # autocast does not apply to linear_cross_entropy

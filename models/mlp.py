@@ -8,7 +8,7 @@ from torch import nn
 
 
 class MLP(nn.Sequential):
-    """A multi-layer perceptron: (B, *input_shape) to logits (B, num_classes).
+    """A multi-layer perceptron, which maps (B, *input_shape) to logits (B, num_classes).
 
     Args:
         input_shape: shape of a sample, which is flattened.

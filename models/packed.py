@@ -1,7 +1,7 @@
-"""Attention within packed documents, by FlashAttention if possible, and otherwise by a mask.
+"""Attention within packed documents, with FlashAttention if possible, and otherwise with a mask.
 
-FlashAttention gets the offsets of the documents, and computes nothing for pairs of tokens in different
-documents. With a mask, torch uses its memory-efficient kernel, which computes all pairs.
+FlashAttention gets the offsets of the documents, and skips pairs of tokens in different documents. With a
+mask, torch uses its memory-efficient kernel, which computes all pairs.
 """
 
 import torch
@@ -13,8 +13,8 @@ def takes_varlen(x: Tensor, head_size: int, dropout: float) -> bool:
     """Return whether FlashAttention supports packed documents of tokens like ``x`` (B, T, width).
 
     It needs an NVIDIA GPU of Ampere or newer, and fp16 or bf16, and does not support dropout. Compiled models
-    use the mask, because the number of documents would be a shape that changes in each step, and so do the
-    fake tensors with which FLOPs are counted.
+    use the mask, because the number of documents would be a shape that changes in each step. Fake tensors,
+    with which FLOPs are counted, use the mask, too.
     """
     if x.device.type != "cuda" or type(x) is not Tensor or dropout or torch.version.hip:
         return False
@@ -28,10 +28,10 @@ def documents(tokens: Tensor, border: int, varlen: bool) -> tuple[Tensor, Tensor
     """Return positions of tokens (B, T) within their documents, and the causal structure of the attention.
 
     Each document in ``tokens`` (B, T) ends with ``border``. The structure is a mask (B, 1, T, T) or, with
-    ``varlen``, the offsets of the documents in the B * T tokens, and their end, int32, for `attend_within`.
-    The host waits for the GPU to get the number of documents, because an array for the maximum number would
-    cost more: for each document, even an empty one, torch's kernel allocates 128 rows of gradients in fp32
-    and starts blocks of threads.
+    ``varlen``, the int32 offsets of the documents in the B * T tokens, followed by B * T, for
+    `attend_within`. The host waits for the GPU to get the number of documents, because an array for the
+    maximum number would cost more: for each document, even an empty one, torch's kernel allocates 128 rows of
+    gradients in fp32 and starts blocks of threads.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     starts = F.pad(tokens == border, (1, 0), value=True)[:, :-1]  # each sequence starts with a document

@@ -18,7 +18,7 @@ class Past:
         self._memory: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of n tokens, (B, heads, n, width / heads) each, and return all so far."""
+        """Append keys and values of n tokens, each (B, heads, n, width / heads), and return the cache."""
         if self._memory is None:
             self._memory = key.new_empty(2, *key.shape[:2], self.size, key.shape[3])
         start, self.length = self.length, self.length + key.shape[2]
@@ -28,11 +28,11 @@ class Past:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, (B, T, width) to (B, T, width), with torch's fused kernels where possible.
+    """Multi-head self-attention on (B, T, width), with torch's fused kernels where possible.
 
-    With ``past``, x continues the cached tokens: first a prompt of T tokens, then one token at a time.
-    ``mask`` replaces ``causal``: a mask (B, 1, T, T), True where a token attends to another, or the offsets
-    for `attend_within`.
+    With ``past``, the first call gets a prompt of T tokens, and each later call the next token. ``mask``
+    replaces ``causal``: a mask (B, 1, T, T), True where one token attends to another, or the offsets for
+    `attend_within`.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool) -> None:

@@ -1,4 +1,4 @@
-"""Classifiers of torchvision by name, adapted to small images and to any number of channels."""
+"""torchvision's classifiers by name, adapted to small images and to any number of channels."""
 
 import difflib
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ def vision(
     weights: str | None = None,
     download: bool = False,
 ) -> nn.Module:
-    """Return torchvision's classifier ``name``: (B, *input_shape) to logits (B, num_classes).
+    """Return torchvision's classifier ``name``, which maps (B, *input_shape) to logits (B, num_classes).
 
-    For images below 64 pixels, the stem keeps the resolution: a 3x3 convolution with stride 1 replaces its
-    convolution, and the max-pool is removed. For a number of channels other than three, only the convolution
-    is replaced. The names of parameters do not change.
+    For images smaller than 64 pixels, the stem keeps the resolution: a 3x3 convolution with stride 1 replaces
+    its convolution, and the max-pool is removed. For larger images whose number of channels is not three,
+    only the convolution is replaced. The names of parameters do not change.
 
     Args:
         weights: the name of pretrained weights in torchvision. The model's attribute ``pretrained`` then
@@ -83,7 +83,7 @@ def vision(
 
 
 def _pretrained(url: str, download: bool) -> Path:
-    """Return the path of a file of weights in torch's cache, after downloading it if necessary.
+    """Return the path of a weights file in torch's cache, after downloading it if necessary.
 
     Raises:
         ValueError: the file is missing, and `download` is False or the download fails.

@@ -9,15 +9,15 @@ from models.transformer import Block, check_sizes, initialise
 
 
 class ViT(nn.Module):
-    """A vision transformer: images (B, *input_shape) to logits (B, num_classes), with mean pooling.
+    """A vision transformer with mean pooling, which maps (B, *input_shape) to logits (B, num_classes).
 
     Args:
         input_shape: channels, height and width of the images.
         patch_size: side of a patch in pixels; height and width must be multiples of it.
-        dropout: its probability after the embedding, in the attention, and on each residual branch.
+        dropout: probability of dropout after the embedding, in the attention, and on each residual branch.
 
     Raises:
-        ValueError: a size is below 1, or sizes are not divisible as required.
+        ValueError: a size is below 1, images can't be divided into patches, or width into heads.
 
     Source: A. Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021; for mean pooling instead of a
     class token, L. Beyer et al., "Better plain ViT baselines for ImageNet-1k", 2022.

@@ -1,1 +1,1 @@
-"""Predictions of communication, step times and memory on other machines; trainer does not import this."""
+"""Predictions of communication, step times and memory on other machines; not imported by trainer."""

@@ -1,9 +1,9 @@
 """Predict all-reduces and steps at any world size: `python -m planner.comm --hosts 512 ...`.
 
 The schedules are simulated on the links that `trainer.comm.preflight --json FILE` measured, or on links given
-by options. The output contains time, traffic and the best choice. `--train RUN` takes computing time and
-buckets from a previous run, and predicts its step on these links. `--formulas` compares the schedules'
-traffic with textbook formulas.
+by options. The output contains time, traffic and the fastest algorithm. `--train RUN` takes the computing
+time and the buckets of a previous run, and predicts the time of its steps on these links. `--formulas`
+compares the schedules' traffic with textbook formulas.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def _print(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
-    """Print the predicted step of a previous run on other hosts and links."""
+    """Print the predicted step time of a previous run on other hosts and links."""
     run: step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = run.num_bytes / 1e6
@@ -230,7 +230,7 @@ def _from_file(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    """Return the machine of --from, with the values of other options in place of its own."""
+    """Return the machine that --from describes; other options replace measured values."""
     given = {
         "latency_s": (options.latency_us, 1e-6),
         "link_bytes_per_s": (options.gbit, 1 / 8e-9),
@@ -252,13 +252,14 @@ def _machine(options: argparse.Namespace) -> Machine:
             needed |= {"--local-gbit": "local_bytes_per_s"}
     if missing := [option for option, name in needed.items() if name not in values]:
         raise ValueError(
-            f"{', '.join(missing)} missing; set these, or use --from with a preflight of such links"
+            f"{', '.join(missing)} missing; set these options, or use --from with the output of a preflight "
+            "on such links"
         )
     return Machine(**values)
 
 
 def _servers(options: argparse.Namespace, world_size: int) -> list[int]:
-    """Return the numbers of servers to predict; `world_size` means that all ranks are servers and workers."""
+    """Return the numbers of servers to predict; for `world_size`, every rank is a server and a worker."""
     return [world_size if word == "all" else int(word) for word in options.servers.split(",") if word]
 
 

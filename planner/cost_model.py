@@ -1,9 +1,9 @@
-"""Predict the time of a collective, from its schedules and the capacities of links and processors.
+"""Predict the time of a collective from its schedules and the capacities of links and processors.
 
 The model is LogGP with three kinds of links and one additional resource. A bucket is sent in segments that
-overlap. Its time is the time of the first segment through all rounds plus, for each further segment, the time
-of the busiest resource: a host's link in either direction, the trunk of its switch, a process's thread, or
-the processors that the processes of a host share.
+overlap. Its time is the time that the first segment takes for all rounds plus, for each further segment, the
+time of the busiest resource: a host's link in either direction, the trunk of its switch, a process's thread,
+or the processors that the processes of a host share.
 
 Source: A. Alexandrov et al., "LogGP: incorporating long messages into the LogP model", SPAA 1995.
 """
@@ -26,7 +26,7 @@ _EQUAL = 1e-9  # relative difference below which times are equal
 
 @dataclass(frozen=True)
 class Machine:
-    """Capacities of the hosts, which are all equal, and of the network. CPU times are of one processor."""
+    """Capacities of the hosts, which are all equal, and of the network. CPU times are for one processor."""
 
     latency_s: float = 0.0  # one-way latency of a message between hosts
     link_bytes_per_s: float = math.inf  # bandwidth of each link of a host, in each direction
@@ -43,10 +43,10 @@ class Machine:
 
 
 def measured(results: Fields) -> dict[str, Any]:
-    """Return fields of a Machine from the output of the preflight's `--json`: medians over all links.
+    """Return fields of a `Machine`, as medians over all links, from the output of the preflight's `--json`.
 
-    A preflight on one host has no links between hosts; with one process per host, it has no links within
-    hosts.
+    The fields for links between hosts are missing if there is one host, and those for links within hosts if
+    there is one process per host.
 
     Raises:
         ValueError: the preflight failed, or `results` are not its output.
@@ -104,7 +104,7 @@ def predict(
     Args:
         schedules: one schedule per rank; a `Family` builds only those that are needed.
         hosts: index of the host of every rank, without gaps.
-        num_bytes: size of the bucket on the wire; the total of all blocks if each rank has one.
+        num_bytes: size of the bucket on the wire; if each rank has its own block, the total of all blocks.
         itemsize: bytes of an element on the wire.
         segment_bytes, width: see `trainer.comm.algorithms.pipeline`.
     """
@@ -112,7 +112,7 @@ def predict(
 
 
 class Predictor:
-    """Predicts like `predict`, for buckets of many sizes, which share a part of the computation."""
+    """Predicts like `predict`, but for buckets of several sizes, which share part of the computation."""
 
     def __init__(self, schedules: Sequence[Schedule], hosts: Sequence[int], machine: Machine) -> None:
         self._hosts, self._machine, self._num_rounds = np.asarray(hosts), machine, schedules[0].num_rounds
@@ -167,7 +167,7 @@ class _Loads:
         self._links = np.zeros((2, int(self._rails.max()) + 1))  # bytes over each link
 
     def loads(self) -> dict[str, float]:
-        """Return the seconds for which one segment occupies the busiest resource of each kind."""
+        """Return the seconds for which one segment keeps the busiest resource of each kind busy."""
         machine, hosts = self._machine, self._hosts
         by_host = np.bincount(hosts, self._work_s + self._across.sum(0) * machine.network_s_per_byte)
         return {
@@ -187,7 +187,7 @@ class _Loads:
         return Traffic(*map(listed, (*(self._local + self._across), *_sums(self._hosts, self._across))))
 
     def play(self, round_: Round) -> None:
-        """Advance all clocks by `round_.repeat` rounds like `round_`."""
+        """Advance all clocks by `round_.repeat` repetitions of `round_`."""
         machine, hosts, block = self._machine, self._hosts, len(self._hosts)
         num_bytes = round_.share * self._segment
         # A message out of the block represents one into it.
@@ -207,7 +207,7 @@ class _Loads:
             return np.stack([np.bincount(end, weights, block) for end in (source, target)])
 
         def transfer_s(latency_s: float, load: np.ndarray, of: np.ndarray, bytes_per_s: float) -> np.ndarray:
-            """Return the seconds that each message needs on its resource, `of[rank]`."""
+            """Return the seconds that the message of each rank takes on its resource, `of[rank]`."""
             return latency_s + np.maximum(load[0][of[source]], load[1][of[target]]) / bytes_per_s
 
         inside, across, past = both_ends(local), both_ends(~local), both_ends(beyond)
@@ -275,11 +275,11 @@ def _rails(hosts: np.ndarray, rails: int) -> np.ndarray:
 
 
 def _sums(of: np.ndarray, by_rank: np.ndarray) -> np.ndarray:
-    """Sum values (2, ranks) per resource into (2, resources); rank `r` uses resource `of[r]`."""
+    """Return the sums (2, resources) of values (2, ranks), where rank `r` uses resource `of[r]`."""
     return np.stack([np.bincount(of, row) for row in by_rank])
 
 
 def _turns(turn: np.ndarray) -> list[np.ndarray]:
-    """Return the indices of the messages of each turn; no rank occurs twice in a turn."""
+    """Return, for each turn, the indices of its messages; no rank occurs twice in a turn."""
     order = np.argsort(turn, kind="stable")
     return np.split(order, np.cumsum(np.bincount(turn))[:-1]) if len(turn) else []

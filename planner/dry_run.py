@@ -1,4 +1,4 @@
-"""Run two steps of a run on fake tensors, as one of its ranks, to count the bytes that they would take.
+"""Run two steps of a run on fake tensors, as one of its ranks, to count the memory that they would use.
 
 The model, the strategy, the loss and the optimizer are those of the run. Tensors, which have shapes and
 dtypes but no data, and the other ranks are fake. Nothing is computed.
@@ -45,7 +45,7 @@ class Footprint:
     Attributes:
         start: the peak while the model is built, initialised and sharded.
         peak: the peak of a step, on the device.
-        parts: the bytes at the peak, by kind.
+        parts: the bytes at the peak, by kind of tensor.
         host: the peak in host memory, with strategy.cpu_offload.
     """
 
@@ -56,10 +56,10 @@ class Footprint:
 
 
 class DryRun:
-    """The model and the data of a run, for dry runs with any strategy and batch size.
+    """The model and the data of a run, for simulated steps with any strategy and batch size.
 
     Raises:
-        UserError: as in the run, or if the dataset is a stream without samples.
+        UserError: if the run would raise it, or if the dataset is a stream without samples.
     """
 
     def __init__(self, config: Config) -> None:
@@ -151,7 +151,7 @@ class Stage:
         return {name: self._on(name, device, accumulation) for name, device in self._devices.items()}
 
     def _integers(self, device: torch.device, accumulation: int) -> int:
-        """Return the bytes of the integer sums and messages of train.exact."""
+        """Return the bytes of the integer sums and messages that train.exact needs."""
         trainable = [p for p in self._module.parameters() if p.requires_grad]
         own = sum(to_local(p).numel() for p in trainable if to_local(p).device == device)
         sums, messages = own * (accumulation > 1), 0

@@ -1,4 +1,4 @@
-"""Read values from result files, and check their types and limits."""
+"""Read numbers and other values from JSON files, and check their types and limits."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ class Fields:
         return value
 
     def refuse(self, name: str, expected: str) -> NoReturn:
-        """Raise UserError; ``expected`` describes valid values of ``name``."""
+        """Raise UserError for the value of ``name``; ``expected`` describes valid values."""
         shown = printable(repr(self.values.get(name)))
         raise UserError(f"{printable(self._origin)}: {name} is {shown}, but must be {expected}")
 

@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits in memory, with few simulated steps."""
+"""Find the largest micro-batch that fits in memory while simulating few steps."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,8 @@ def largest_micro_batch_size(peak: Callable[[int], int], budget: int, first: int
     """Return the largest size whose peak is within `budget` bytes, at most MOST; 0 if there is none.
 
     The peak is a maximum of straight lines, because each part of it is constant or grows linearly with the
-    size. So the line through the peak at `first` reaches the budget at the answer or above it. From there,
-    Newton's method descends line by line, and cannot go below the answer.
+    size. So the line through the peak at `first` reaches the budget at the answer or at a larger size. From
+    there, Newton's method descends line by line, and cannot go below the answer.
 
     Args:
         peak: returns the peak in bytes for a micro-batch size; each call simulates a step.

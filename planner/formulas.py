@@ -19,8 +19,8 @@ class Classic:
     Attributes:
         formula: the formula as text.
         value: its value for P ranks, as a multiple of N.
-        of: the ranks and the direction that the formula counts.
-        counted: the same bytes, counted in the schedules; None if they cannot be counted.
+        of: the ranks and the direction (sent or received) of the traffic that the formula counts.
+        counted: the same traffic, counted in the schedules; None if the schedules do not show it.
         remark: how the formula may be misunderstood.
     """
 

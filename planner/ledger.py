@@ -32,8 +32,8 @@ class _Record:
 class Account:
     """The memory of one device.
 
-    The kind of a storage may be set at any time, even after it was freed, because the peak is split into
-    kinds at the end.
+    The kind of a storage may be set at any time, even after it was freed, because the peak is divided into
+    kinds only at the end.
 
     Attributes:
         peak_bytes: the maximum so far.
@@ -59,7 +59,7 @@ class Account:
         return {kind: totals[kind] for kind in KINDS}
 
     def forget_peak(self) -> None:
-        """Restart the search for a peak from the current bytes."""
+        """Set the peak to the current number of bytes."""
         self.peak_bytes, self._length_at_peak = self.live_bytes, len(self._changes)
 
 
@@ -97,7 +97,7 @@ class MemoryLedger(TorchDispatchMode):
         return result
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Set the kind of `tensors`, or of their local shards if they are DTensors."""
+        """Set the kind of `tensors`, or, for DTensors, of their local shards."""
         for tensor in tensors:
             for part in parts(to_local(tensor)):
                 self._see(part).kind = kind

@@ -1,8 +1,8 @@
-"""Predict the memory of each strategy on a device: `python -m planner.memory [OVERRIDES] --world 64 ...`.
+"""Predict how much memory each strategy needs: `python -m planner.memory [OVERRIDES] --world 64 ...`.
 
-The program needs neither a GPU nor the memory: it runs two steps on fake tensors, which have
-shapes but no data, as one rank of a simulated world, and counts the bytes of these tensors. Without
-`strategy=` in OVERRIDES, it compares all strategies, including hybrid (fsdp with strategy.shard_group=host);
+The program needs neither a GPU nor that much memory: it runs two steps on fake tensors, which have shapes but
+no data, as one rank of a simulated world, and counts the bytes of these tensors. Without `strategy=` in
+OVERRIDES, it compares all strategies, including hybrid (fsdp with strategy.shard_group=host); an override
 `strategy.NAME=VALUE` then applies to the strategies that have this setting.
 
 With parameter_server, there is a line for a server and one for a worker. nn.DataParallel on several GPUs is
@@ -101,7 +101,7 @@ def predict(options: argparse.Namespace) -> dict[str, Row]:
     """Return, for each strategy, bytes by kind, the peak, and the largest micro-batch; or its error.
 
     Raises:
-        UserError: as in the run, if no strategy supports it.
+        UserError: if no strategy supports the run.
     """
     rows: dict[str, Row] = {}
     refused: dict[str, UserError] = {}
@@ -166,7 +166,7 @@ def _row(footprint: Footprint, split: BatchSplit | None) -> Row:
 
 
 def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSplit:
-    """Return the split of the batch over all ranks, even for a strategy of one process."""
+    """Return the split of the batch over all ranks, even for a strategy that uses one process."""
     size, replicas = config.train.global_batch_size, stage.num_replicas
     num_parts = options.world if _is_one_process(config) else replicas
     if config.train.exact is not None:
@@ -177,7 +177,7 @@ def _split(options: argparse.Namespace, config: Config, stage: Stage) -> BatchSp
 
 
 def _choices(overrides: list[str]) -> dict[str, list[str]]:
-    """Return the overrides for each strategy, with those strategy.* settings that it has."""
+    """Return the overrides for each strategy, without strategy.* settings that it lacks."""
     if any(override.startswith("strategy=") for override in overrides):
         return {"": overrides}
     of_strategy = [override for override in overrides if override.startswith("strategy.")]

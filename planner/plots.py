@@ -17,16 +17,18 @@ _MARKERS = dict(zip(ALGORITHMS, itertools.cycle("os^Dv"), strict=False))
 
 
 def file(name: str) -> Path:
-    """Check the name of a plot file, before anything is computed.
+    """Return the path `name` of a plot file, after checking it.
 
     Raises:
-        ArgumentTypeError: the folder does not exist, or the file extension is not supported.
+        ArgumentTypeError: the path is a folder, its parent does not exist, or the extension is not supported.
     """
     path = Path(name)
     if path.suffix not in _EXTENSIONS:
         raise ArgumentTypeError(f"{name}: expected a file with extension {', '.join(_EXTENSIONS)}")
-    if path.is_dir() or not path.parent.is_dir():
-        raise ArgumentTypeError(f"{name}: the folder {path.parent} does not exist, or this is a folder")
+    if path.is_dir():
+        raise ArgumentTypeError(f"{name} is a folder, but must be a file")
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"{name}: the folder {path.parent} does not exist")
     return path
 
 

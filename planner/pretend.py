@@ -1,4 +1,4 @@
-"""Fakes for a dry run: other ranks, tensors without values, and the attention kernels of GPUs."""
+"""Simulation of other ranks, tensors without values, and the attention kernels of GPUs, for a dry run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from trainer.torch_private import fake_store, is_fake
 class DryRunWorld:
     """The world of the run, and the rank to simulate.
 
-    `per_host` is the number of ranks per host, or for strategies of one process its number of GPUs.
+    `per_host` is the number of ranks per host, or for strategies that use one process, its number of GPUs.
     """
 
     size: int
@@ -71,7 +71,7 @@ def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
 
 
 def repeated(one: Any, two: Any, size: int) -> Any:
-    """Return a batch of `size` samples in fake tensors, given batches of one and of two samples.
+    """Return a batch of `size` samples as fake tensors, given batches of one and of two samples.
 
     The batch dimension is the one that is twice as large in `two`, or the first if the structures differ.
     """
@@ -94,7 +94,7 @@ def repeated(one: Any, two: Any, size: int) -> Any:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Disables dropout in attention: with it, a CPU would keep all scores, unlike the kernels of GPUs."""
+    """Disables dropout in attention, with which a CPU would store all scores, unlike the kernels of GPUs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

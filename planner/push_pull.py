@@ -1,7 +1,7 @@
 """The push and pull of a parameter server as schedules, which are predicted like all-reduces.
 
-The parameters are divided into one part per server. Pulling waits for the update, and so for the last push.
-Therefore, push and pull are two consecutive schedules.
+The parameters are divided into one part per server. A pull starts after the update, and so after the last
+push. Therefore, push and pull are two consecutive schedules.
 
 Source: M. Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
 """
@@ -12,7 +12,7 @@ from trainer.comm.algorithms.schedule import Kind, Op, Phase, Schedule
 
 
 def exchange(servers: Sequence[int], workers: Sequence[int]) -> tuple[list[Schedule], list[Schedule]]:
-    """Return the schedules of all ranks, (push, pull). A rank may be server and worker.
+    """Return the schedules (push, pull) of all ranks. A rank may be both server and worker.
 
     Servers also pull from each other, because each rank evaluates the model.
     """

@@ -1,9 +1,9 @@
-"""The rounds of all ranks as arrays, or of one block if the world consists of equal blocks.
+"""The rounds of all ranks as arrays, or those of one block of ranks if all blocks are equal.
 
 Equal hosts (or equal groups of hosts that share a switch) often have equal schedules: the schedules of ranks
-r and r + block differ only in their peers, and their clocks always show the same time. So one block is
-enough, if a message out of the block represents one into it. This is checked for every peer of the block, and
-for some other ranks.
+r and r + block differ only in their peers, and their clocks always show the same time. So it is enough to
+simulate one block, if for each message that leaves the block an equal message enters it. This is checked for
+every peer of the block, and for some other ranks.
 
 Otherwise, for example if switches divide the hosts unevenly, the schedule of every rank is built.
 """
@@ -50,7 +50,7 @@ class Round:
 
 
 def rounds(schedules: Sequence[Schedule], hosts: Sequence[int], together: int) -> tuple[int, list[Round]]:
-    """Return the number of ranks in a block, and the rounds in which they send (also to other blocks).
+    """Return the number of ranks in a block, and their rounds, which may include sends to other blocks.
 
     Args:
         hosts: index of the host of every rank.
@@ -83,7 +83,7 @@ def _num_ranks(host_of: np.ndarray, num_hosts: int) -> int:
 
 
 def _repeats(host_of: np.ndarray, block: int) -> bool:
-    """Return whether all blocks have the same hosts, numbered block after block."""
+    """Return whether the ranks of all blocks are divided among hosts in the same way."""
     if len(host_of) % block or len(host_of) == block:
         return False
     blocks = host_of.reshape(-1, block)
@@ -131,7 +131,7 @@ def _closed(round_: Round, block: int) -> bool:
 
 
 def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
-    """Yield the rounds; equal consecutive rounds are one Round with `repeat`."""
+    """Yield the rounds; equal consecutive rounds become one `Round` with `repeat`."""
     ranks = range(block)
     if block < len(schedules):
         ranks = sorted({*ranks, *_peers(schedules, ranks)})  # type: ignore[assignment]

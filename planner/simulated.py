@@ -33,7 +33,7 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
     """Simulate the strategy of `config` on a host with `gpus` GPUs.
 
     Raises:
-        UserError: as in the run, or for strategy=dp on several GPUs.
+        UserError: if the run would raise it, or for strategy=dp on several GPUs.
     """
     settings, compute = config.strategy, ComputeOptions(config.train.precision)
     if isinstance(settings, FsdpConfig):  # `Stage` subtracts offloaded tensors later
@@ -55,14 +55,14 @@ def simulated_strategy(config: Config, ranks: Ranks, gpus: int) -> PlacedStrateg
 
 
 class _Whole(Strategy):
-    """The whole model on one device, without DDP's C++ buckets, which need tensors with memory."""
+    """A strategy with the whole model on one device, without DDP's C++ buckets, which need real tensors."""
 
     def _place(self, model: nn.Module) -> nn.Module:
         return model
 
 
 class _Unconnected(ParameterServer):
-    """One rank of a parameter server, with simulated messages."""
+    """A rank under strategy=parameter_server, with simulated messages."""
 
     def _place(self, model: nn.Module) -> nn.Module:
         return model

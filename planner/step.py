@@ -2,7 +2,7 @@
 
 The time of a step is its computing time, plus exposed communication, plus, on CPUs, the time that processors
 spend on overlapped communication. A run with strategy=ddp stores in result.json how long a step takes, and
-how long before the last gradient of a backward pass each bucket is ready. Buckets are reduced one at a time,
+for each bucket how long before the end of the backward pass it is ready. Buckets are reduced one at a time,
 in the order in which they become ready; communication after the last gradient is exposed. The computing time
 is that of the run, because each process has the same batch size and the same fraction of a processor.
 """
@@ -67,7 +67,7 @@ class MeasuredRun:
         """Return the time of a step without communication.
 
         If the machine of the run is known, only the exposed time that its links explain is subtracted. The
-        rest is waiting for late ranks, which is expected on any hosts.
+        rest is time spent waiting for late ranks, which is expected on any hosts.
 
         Args:
             machine: the machine of the run; None if unknown.
@@ -109,11 +109,11 @@ class MeasuredRun:
 
 
 def slowdown_s(world: PlannedWorld, overlapped_s: float, total_s: float, processors_s: float) -> float:
-    """Return the time by which overlapped communication delays computing on the same processors.
+    """Return the time by which overlapped communication delays computation on the same processors.
 
     Args:
         overlapped_s: the overlapped part of the communication's `total_s`.
-        processors_s: busy time of a host's processors for all of the communication.
+        processors_s: time for which the communication, overlapped or not, keeps a host's processors busy.
     """
     computing = min(1.0, world.per_host / world.machine.parallelism)  # fraction of a host's processors
     return overlapped_s * min(1.0, processors_s / total_s) * computing if total_s > 0 else 0.0

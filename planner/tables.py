@@ -26,7 +26,7 @@ def heading(world: PlannedWorld, origin: str) -> str:
 
 
 def all_reduces(what: str, predictions: Mapping[str, Prediction]) -> str:
-    """Return a table of times and of traffic: the maxima over ranks and over hosts, and the total."""
+    """Return a table of times and traffic: the largest per rank, the largest per host, and the total."""
     lines = [
         f"all-reduce of {what}",
         f"{'algorithm':<18}{'time':>11}{'sent by rank':>15}{'by host':>12}{'total':>12}  bottleneck",
@@ -47,7 +47,7 @@ def exchanges(
     predictions: Mapping[int, tuple[Prediction, Prediction]],
     all_reduces: Mapping[str, Prediction],
 ) -> str:
-    """Return a table of push and pull by the number of servers, compared with the fastest all-reduce."""
+    """Return a table of push and pull times by number of servers, compared with the fastest all-reduce."""
     lines = [
         f"{'servers':<9}{'workers':<9}{'push':>11}{'pull':>11}{'both':>11}{'server sends':>14}  bottleneck"
     ]
@@ -67,7 +67,7 @@ def exchanges(
 
 
 def steps(num_processes: int, predictions: Mapping[str, PredictedStep]) -> str:
-    """Return a table of steps; efficiency is the computing time divided by the time of the step."""
+    """Return a table of step times and efficiencies (computing time divided by step time)."""
     lines = [
         f"{'algorithm':<18}{'step':>11}{'computing':>11}{'overlapped':>11}{'exposed':>11}{'efficiency':>12}"
     ]

@@ -1,4 +1,4 @@
-"""Counting of the bytes that schedules move, per rank and over each host's link."""
+"""Count the bytes that schedules move per rank and over each host's link."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ def _moves(schedule: Schedule, numel: int) -> Iterator[tuple[Op, int]]:
 def phase_elements(schedule: Schedule, phase: Phase, op: Op, numel: int) -> int:
     """Return the number of elements that `op` moves in all rounds of `phase`, without iterating over them.
 
-    The chunk moves by its width in each round, so it covers a contiguous part of the ring, which may wrap
-    around.
+    The chunk moves by its width in each round, so it covers a contiguous part of the ring, possibly beyond
+    its end and on from its start.
     """
 
     def elements(start: int, end: int) -> int:

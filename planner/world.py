@@ -61,7 +61,7 @@ class PlannedWorld:
         return dict(sorted(by_name.items(), key=lambda item: item[1].seconds))
 
     def exchange(self, num_servers: int, num_bytes: float) -> tuple[Prediction, Prediction]:
-        """Predict push and pull of `num_bytes` of fp32. If all ranks are servers, all are workers, too."""
+        """Predict push and pull of `num_bytes` of fp32. If all ranks are servers, all are also workers."""
         workers = range(0 if num_servers == self.size else num_servers, self.size)
         schedules, segment_bytes = exchange(range(num_servers), workers), int(BUCKET_MB * 2**20)
         push, pull = (

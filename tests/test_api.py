@@ -119,7 +119,7 @@ def opened(run_dir: str) -> list[Any]:
     found = run.predict(list(zip(images, digits.labels, strict=False)), batch_size=32)
     alone = run.predict(images)
     assert "label" in found and "label" not in alone and not run.model.training
-    with pytest.raises(UserError, match=r"has no method unlabelled"):
+    with pytest.raises(UserError, match=r"has no `unlabelled"):
         run.predict(["a.png"])
     with pytest.raises(UserError, match=r"expects a list of samples, but got a str"):
         run.predict("a.png")

@@ -181,7 +181,7 @@ def test_a_folder_without_access_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_folders_without_runs(tmp_path: Path) -> None:
     assert report([str(tmp_path)], False, 100) == f"no runs in {tmp_path}: no folder there contains run.json"
     assert json.loads(report([str(tmp_path)], True, 100)) == []
-    with pytest.raises(UserError, match="none is not a directory; give the folder that contains"):
+    with pytest.raises(UserError, match="none is not a directory; pass the folder that contains"):
         report([str(tmp_path / "none")], False, 100)
 
 

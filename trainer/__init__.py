@@ -1,4 +1,4 @@
-"""Ringmaster: a distributed training harness for PyTorch whose core you can read in one sitting."""
+"""Ringmaster: a distributed training harness for PyTorch, with a core that is short enough to read."""
 
 import sys
 from importlib import import_module

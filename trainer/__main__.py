@@ -1,4 +1,4 @@
-"""`python -m trainer`: the same as train.py."""
+"""`python -m trainer`: the same command line as `python train.py`."""
 
 from ringmaster import main
 

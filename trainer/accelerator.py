@@ -1,8 +1,7 @@
 """Devices, streams, events and memory, independent of the device type.
 
-Built on `torch.accelerator`: CUDA (also ROCm, which torch calls cuda), XPU and MPS. On a CPU, streams and
-events do nothing, because calls return after the computation. CUDA's flags are in
-distributed/backend_flags.py.
+Built on `torch.accelerator`, for CUDA (also ROCm, which torch calls cuda), XPU and MPS. On a CPU, streams and
+events do nothing, because calls return after the computation. distributed/backend_flags.py sets CUDA's flags.
 """
 
 import resource
@@ -43,7 +42,7 @@ _DONE, _QUEUED = _Done(), _Queued()
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether `device` runs asynchronously to the CPU."""
+    """Return whether `device` works asynchronously with respect to the CPU."""
     return device.type not in ("cpu", "meta")
 
 
@@ -64,7 +63,7 @@ def backend_of(device: torch.device) -> str:
 
 
 def use(device: torch.device) -> None:
-    """Make `device` the current device of this thread, which would otherwise use the first device."""
+    """Make `device` the current device of this thread; by default, it is the first device."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
@@ -126,7 +125,7 @@ def double(tensor: Tensor) -> Tensor:
 
 
 def peak_memory_bytes(devices: list[torch.device]) -> dict[str, int]:
-    """Return peak bytes by device: from torch's allocator, or on a CPU or Mac, of the resident set."""
+    """Return peak bytes by device: memory that torch allocated, or on a CPU or Mac, the resident set."""
     if not any(map(_has_streams, devices)):
         unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, else KiB
         return {"cpu": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

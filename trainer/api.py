@@ -51,7 +51,7 @@ def train(
     processes: int | None = None,
     config_dirs: Sequence[str | Path] = (),
 ) -> dict[str, Any]:
-    """Train as the command line does, and return the contents of result.json.
+    """Train like the command line, and return the contents of result.json.
 
     Args:
         overrides: settings as on the command line, such as `["strategy=ddp", "optim.lr=0.01"]`.
@@ -65,7 +65,7 @@ def train(
     Raises:
         UserError: if a setting is wrong, or a file cannot be read or written; a subclass of ValueError.
         NonFiniteError: if the loss or a gradient is NaN or Inf; a subclass of ArithmeticError.
-        StoppedBySignal: on Ctrl-C or a signal, after saving; resume=auto and its run_dir continue the run.
+        StoppedBySignal: on Ctrl-C or a signal, after saving. To continue, set its run_dir and resume=auto.
         RuntimeError: if a started process failed. Errors in the current process are raised unchanged.
 
     The first three classes are in `trainer.errors`.
@@ -107,7 +107,7 @@ def load_model(run_dir: str | Path, checkpoint: str | Path = "newest") -> nn.Mod
     If the run evaluates only moving averages (`ema.evaluate=ema`), they are used in place of the weights.
 
     Args:
-        run_dir: the run directory, or its address. It must be trusted, because the classes named in its
+        run_dir: the run directory, a path or a URL. It must be trusted, because the classes named in its
             config.yaml are called.
         checkpoint: newest (the newest intact checkpoint), best (by the run's `checkpoint.keep_best`), or a
             path.
@@ -140,7 +140,7 @@ def composed(overrides: list[str]) -> Config:
 
 
 def search_path(config_dirs: Sequence[str | Path]) -> list[str]:
-    """Return an override that adds `config_dirs` to Hydra's search path, also in launched processes."""
+    """Return an override that adds `config_dirs` to Hydra's search path, in launched processes, too."""
     if isinstance(config_dirs, str | Path):
         config_dirs = [config_dirs]
     folders = [Path(each).resolve() for each in config_dirs]

@@ -1,4 +1,4 @@
-"""Build the parts of a run, and restore them from a checkpoint."""
+"""Build the parts of a run, and restore their state from a checkpoint."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -175,7 +175,8 @@ def _model(
 ) -> tuple[nn.Module, int, ModelFlops | None, dict[str, str]]:
     """Return the wrapped model, the number of its parameters, its FLOP counter and its `frozen_digests`.
 
-    The digests are empty unless the resumed checkpoint, or those to be saved, omit frozen parameters.
+    The digests are empty unless the checkpoint to resume from, or the checkpoints to be saved, lack frozen
+    parameters.
     """
     assert config.seed is not None
     omits_frozen = not config.checkpoint.frozen or (checkpoint is not None and bool(checkpoint.left_out))
@@ -208,7 +209,7 @@ def _state(
     steps_per_epoch: int | None,
     trained_before: Collection[str],
 ) -> TrainState:
-    """Return the state before the first step; `trained_before` names parameters trained before a resume."""
+    """Return the initial state; `trained_before` names the parameters that were trained before a resume."""
     fused_on_cpu = config.train.exact is None and config.train.precision != "fp16"
     facts = ScheduleFacts(total_steps, steps_per_epoch)
     schedule_options = facts.in_steps(config.schedule)

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def compose() -> list[DictConfig]:
-    """Compose the settings of the command line; return [] for a sweep or an option such as --help.
+    """Compose the settings of the command line. Return [] after a sweep or an option such as --help.
 
     The run starts after Hydra's main function has returned, because Hydra shortens the tracebacks of errors
     that are raised inside it.
@@ -90,13 +90,12 @@ def compose() -> list[DictConfig]:
 
 
 def _is_from_hydra(error: Exception) -> bool:
-    """Return whether Hydra or the YAML parser raised the error, for example for model=null."""
     *_, last = traceback.walk_tb(error.__traceback__)
     return str(last[0].f_globals.get("__name__")).startswith(("hydra.", "yaml."))
 
 
 def launcher(settings: config.LaunchConfig) -> Launch | None:
-    """Return the function that launches the run; None to run in this process, as launched processes do."""
+    """Return the function that launches the run; None if the run uses this process."""
     return None if launched_by() else LAUNCHERS.get(settings.name)
 
 

@@ -1,8 +1,8 @@
 """Compare the speed, communication, losses and models of finished runs.
 
 `python -m trainer.compare RUN|SWEEP ...` reads config.yaml, result.json and metrics.jsonl of each run, and
-compares the run with the first one. To find out why the losses of two runs differ, use
-`python -m trainer.diff RUN RUN`.
+compares each run with the first one. To find out why the losses of two runs differ, use `python -m
+trainer.diff RUN RUN`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _MOST_SETTINGS = 6  # columns in the table; further settings are only named belo
 
 
 def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
-    """Return the named runs, and the finished runs of each named sweep, by short names."""
+    """Return the given runs, and the finished runs of each given sweep, by short names."""
     folders: list[Path] = []
     for folder in map(Path, named):
         trials = read_trials(folder)
@@ -107,7 +107,7 @@ _SPEED += ["comm ms", "overlapped", "exposed"]
 
 
 def _speed(name: str, run: RunFiles) -> list[str]:
-    """Return the row of `run` in the Speed table; the spread is empty if the run has few log windows."""
+    """Return the row of `run` in the Speed table; the spread is empty if the run has few log lines."""
     numbers = run.metrics
     row = [name, *(str(run.result.get(fact, "")) for fact in ("strategy", "comm", "world_size"))]
     times = _ms_per_step(run)
@@ -122,7 +122,7 @@ def _speed(name: str, run: RunFiles) -> list[str]:
 
 
 def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
-    """Return rows with the hash of each run's weights, and where its losses differ from the first run's."""
+    """Return a row per run: the hash of its weights, and where its losses differ from the first run's."""
     rows = [["run", "param_sha256", "first difference", "largest difference of train/loss"]]
     base, *_ = runs.values()
     for name, run in runs.items():
@@ -140,7 +140,7 @@ def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
 
 
 def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
-    """Return lines that name the run with the lowest loss, the fastest one, and those with equal weights."""
+    """Return lines that name the runs with the lowest loss, the highest speed, and equal weights."""
     lines = []
     losses = sorted(
         (loss, name)
@@ -173,7 +173,7 @@ def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
 
 
 def _ms_per_step(run: RunFiles) -> list[float]:
-    """Return the ms per step of each log window, without the first (warm-up) unless it is the only one."""
+    """Return the ms per step for each log line except the first (warm-up), unless there is only one."""
     windows = [ms for ms in run.scalars.get(_MS, {}).values() if ms > 0]
     return windows[1:] or windows or [run.metrics[name] for name in run.metrics if name == "ms_per_step"]
 

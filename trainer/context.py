@@ -41,7 +41,7 @@ class RunData(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """Facts that are fixed once the run is built."""
+    """Facts that do not change after the run is built."""
 
     steps_before: int  # steps completed before this process started; 0 in a new run
     total_steps: int  # an upper limit, because a stream may end earlier
@@ -54,7 +54,7 @@ class RunPlan(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """Checks for wrong results, and copies of state for a failure or a skipped step."""
+    """Checks for wrong results, and copies of the state to use after a failure or a skipped step."""
 
     replicas: ReplicaCheck
     unsaved: UnsavedState
@@ -99,7 +99,7 @@ class Run:
         return ModelContext(*parts, self.data.to_device, self.seed)
 
     def requested_action(self) -> AfterStep:
-        """Return this rank's request after the step. Only rank 0 checks the time, because clocks differ."""
+        """Return this rank's requested action. Only rank 0 checks the time, because clocks differ."""
         if self.stop_request.is_set:
             return AfterStep.STOP
         if not self.ranks.is_main:

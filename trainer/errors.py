@@ -48,7 +48,7 @@ class RetryableError(RunEndError):
 
 
 class NonFiniteError(RunEndError, ArithmeticError):
-    """A loss, a gradient or a value to be saved is NaN or Inf; no update or checkpoint contains it."""
+    """A loss, a gradient or a value to be saved is NaN or Inf; it was not used in an update or saved."""
 
     exit_code = 3
 
@@ -87,7 +87,7 @@ class StoppedBySignal(RunEndError):  # noqa: N818, not an error
 
 
 def optional(package: str, setting: str, extra: str | None = None) -> Any:
-    """Import a package that only `setting` requires, or raise UserError with the command that installs it."""
+    """Import a package that only `setting` requires. If missing, raise UserError with the pip command."""
     try:
         return import_module(package)
     except ImportError as error:
@@ -98,7 +98,7 @@ def optional(package: str, setting: str, extra: str | None = None) -> Any:
 
 
 def without_internals(error: RunEndError) -> RunEndError:
-    """Return the error without its internal traceback; a cause is kept only if it contains user code."""
+    """Return the error without its internal traceback, and without a cause that has no user code."""
     if not _has_user_frames(error.__cause__):
         error.__cause__ = None
     return error.with_traceback(None)
@@ -118,7 +118,7 @@ _PERMANENT = {ENOENT, EACCES, EPERM, EROFS, EEXIST, EISDIR, ENOTDIR, ENAMETOOLON
 
 
 def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":
-    """Return the class to raise for `error`: UserError if a person must fix it, otherwise RetryableError."""
+    """Return the class to raise for `error`: UserError if the user must fix it, otherwise RetryableError."""
     if isinstance(error, PermissionError | NoAccessError):
         return NoAccessError
     permanent = error.errno in _PERMANENT if isinstance(error, OSError) else isinstance(error, UserError)
@@ -126,7 +126,7 @@ def kind_of(error: BaseException) -> "type[UserError] | type[RetryableError]":
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Return whether a disk or network failed. A library's OSError about bad data has no errno."""
+    """Return whether a disk or network caused `error`. A library's OSError about bad data has no errno."""
     has_number = isinstance(error, OSError) and error.errno is not None
     return (has_number or isinstance(error, ConnectionError | TimeoutError)) and kind_of(
         error
@@ -143,7 +143,7 @@ def writing(run_dir: Path | str) -> Iterator[None]:
 
 
 def report_to_torchrun(message: str, file: str | None = None, at: float | None = None) -> None:
-    """Make torchrun show `message` as the root cause, unless a cause is already recorded for the rank.
+    """Make torchrun show `message` as the root cause, unless the rank's error file already contains one.
 
     Args:
         file: the error file of the failed rank; by default, that of this rank.
@@ -158,7 +158,7 @@ def report_to_torchrun(message: str, file: str | None = None, at: float | None =
 
 
 def attempt_note() -> str:
-    """Return "; this was attempt N of M" for torchrun's current attempt, or "" without restarts."""
+    """Return "; this was attempt N of M" under a torchrun that may restart the run, otherwise ""."""
     attempts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) + 1
     number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + 1
     return f"; this was attempt {number} of {attempts}" if attempts > 1 else ""

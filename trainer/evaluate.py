@@ -1,7 +1,7 @@
 """Evaluate a trained model: `python -m trainer.evaluate RUN [--checkpoint newest|best|PATH] [OVERRIDES]`.
 
 Writes RUN/evaluation.json with metrics as in result.json (eval/*), the checkpoint and the number of samples.
-Each validation sample is counted once. Runs in one process, under torchrun or with launch=local
+Each validation sample counts once. Runs in one process, under torchrun or with launch=local
 launch.processes=N, even while RUN is still training. With the world size and strategy of the run, the metrics
 are bit-identical to those of the run's own evaluation.
 """

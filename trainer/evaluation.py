@@ -42,7 +42,7 @@ class ModelContext:
 def evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]]) -> Evaluation:
     """Evaluate the model on the validation data (a collective).
 
-    A rank that has no samples left still takes part in each forward pass, because FSDP gathers parameters.
+    A rank without samples still takes part in each forward pass, because FSDP gathers parameters in it.
     """
     context.ranks.heartbeat.enter("evaluate")
     with _model_to_evaluate(context) as model, gathering(IN_EVALUATION):
@@ -114,7 +114,7 @@ def _evaluate(context: ModelContext, loader: Iterable[tuple[Any, list[int]]], mo
 
 
 def independent_copy(task: Task) -> Task:
-    """Return a copy of `task` whose metrics are discarded, for the dry run and ranks without samples left.
+    """Return a copy of `task` whose metrics are discarded, for the dry run and for ranks without samples.
 
     The copy shares parameters, such as those of a teacher. Returns `task` itself if it cannot be copied.
     """

@@ -1,4 +1,4 @@
-"""The forward and backward pass of one micro-batch: the same code for steps, dry runs and estimates."""
+"""The forward and backward pass of a micro-batch, for steps, dry runs and memory estimates alike."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Log the steps since the previous log point: metrics, histograms and one line of output."""
+"""Log the steps since the last log line: metrics, histograms and one line of output."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from trainer.context import Run
 
 
 def log_step(run: Run, grad_norm: Tensor) -> None:
-    """Log the steps since the previous log point (a collective)."""
+    """Log the steps since the last log line (a collective)."""
     progress, devices, data = run.state.progress, run.strategy.devices, run.data
     train, steps_before = run.config.train, run.plan.steps_before
     report = run.report

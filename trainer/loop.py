@@ -87,7 +87,7 @@ def fit(run: Run) -> dict[str, float]:
 
 
 class Epochs:
-    """Runs the steps of `run`; `batches` is the rest of the current epoch, None between two epochs."""
+    """Runs the steps of `run`; `batches` is the rest of the current epoch, or None between epochs."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -160,7 +160,7 @@ def is_over(run: Run) -> bool:
 
 
 def unsteady_steps(run: Run) -> int:
-    """Return the number of steps to exclude from the measured speed: an epoch, or 10 in a short run."""
+    """Return the number of initial steps to exclude from the speed: an epoch, or 10 in a short run."""
     steps_per_epoch = run.data.train_loader.steps_per_epoch
     if steps_per_epoch is None or run.plan.total_steps - run.plan.steps_before <= steps_per_epoch:
         return 10
@@ -264,7 +264,7 @@ def evaluate_as(run: Run, loader: EvalLoader, prefix: str, shows: bool) -> dict[
 
 @contextmanager
 def averages_in_place(run: Run) -> Iterator[None]:
-    """Replace the model's weights by their moving averages within the context."""
+    """Within the context, replace the model's weights with their moving averages."""
     assert run.state.average is not None
     with run.guards.snapshot.change(), run.state.average.in_place():
         run.strategy.weights_changed(run.model)

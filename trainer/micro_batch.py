@@ -1,4 +1,4 @@
-"""Find the largest micro-batch that fits in memory, by trial steps (`train.micro_batch_size=auto`).
+"""Find the largest micro-batch that fits in memory, by running trial steps (`train.micro_batch_size=auto`).
 
 A trial restores the random generators, so the run is bit-identical to one in which that size is set.
 """
@@ -41,7 +41,7 @@ _AUTO = "train.micro_batch_size=auto"
 
 
 def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) -> Config:
-    """Return `config` with a number in place of `train.micro_batch_size=auto` (a collective).
+    """Replace `train.micro_batch_size=auto` in `config` with a number, and return the result (a collective).
 
     A resumed run keeps its `previous` size if it still divides the samples per rank. Otherwise, the first
     trial uses all samples of a rank, and each further trial at most half as many, until every rank has enough
@@ -80,7 +80,7 @@ def with_micro_batch_size(config: Config, previous: int | None, ranks: Ranks) ->
 
 
 def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy the process groups of a trial, because each keeps connections to the other ranks open."""
+    """Destroy the process groups of a trial, because each group keeps connections to the other ranks open."""
     for group in groups:
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -89,7 +89,7 @@ def _destroy(groups: Iterable[dist.ProcessGroup]) -> None:
 def _first_without_memory(
     config: Config, ranks: Ranks, agreement: Agreement, size: int, local_size: int, smaller: int
 ) -> int | None:
-    """Try `size` on all ranks, and return the first rank that ran out of memory, or None (a collective).
+    """Try `size` on all ranks; return the first rank that runs out of memory, or None (a collective).
 
     Ranks communicate only under fsdp, where a rank that runs out of memory leaves the others waiting in a
     collective. Another trial is possible only if all ranks started the same number of collectives. Otherwise,
@@ -132,7 +132,7 @@ def _first_without_memory(
 def _make_steps(
     config: Config, strategy: Strategy, ranks: Ranks, size: int, num_micro_batches: int, num_copies: int
 ) -> None:
-    """Run two steps on the first samples, because only the second has optimizer state during its passes."""
+    """Run two steps on the first samples; only the second has optimizer state during its passes."""
     task, train_set = build_task(config), build_dataset(config.data, "train")
     batch = first_batch(config, train_set, size)
     to_device = build_to_device(config, ranks.device, train_set)

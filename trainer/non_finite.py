@@ -1,4 +1,4 @@
-"""The error message for a NaN or Inf loss or gradient."""
+"""The error for a loss or gradient that is NaN or Inf."""
 
 import math
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
         if not offers(restored.task, "predict"):
             raise UserError(
                 f"data.task={config.data.task['_target_']} cannot make predictions, because it has no "
-                "predict method (see trainer.tasks.Task)"
+                "`predict` method (see trainer.tasks.Task)"
             )
         dataset, loader = held_out(restored, by_chunks=False)
         file = stack.enter_context(output_file(out)) if restored.ranks.is_main else None
@@ -60,7 +60,7 @@ def predict(config: Config, out: Path, checkpoint: str = "newest") -> None:
 
 
 def _names(dataset: Any) -> Callable[[int], Any] | None:
-    """Return a function that maps an index to the name or path of a sample's input, or None."""
+    """Return a function that returns the name or path of a sample's input; None if there are no names."""
     from torch.utils.data import Subset
 
     if isinstance(dataset, Subset):

@@ -167,7 +167,7 @@ def _log_end(run_: Run, metrics: Mapping[str, float]) -> None:
 
 
 def _claim(config: Config, resources: ExitStack) -> tuple[RunDir, int, int | None]:
-    """Return the locked run directory, the seed, and the micro-batch size of a resumed run."""
+    """Return the locked run directory, the seed, and, for a resumed run, its micro-batch size."""
     remote = config.checkpoint.remote
     run_dir = claim(config.run_dir, config.resume, resources, config.distributed.timeout_s / 2, remote)
     saved: Mapping[str, Any] = {}

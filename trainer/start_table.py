@@ -1,4 +1,4 @@
-"""The table that a run prints before its first step: what it is about to do."""
+"""The table of settings and facts that a run prints before its first step."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from trainer.run_dir.console import table
 
 
 def start_table(run: Run) -> str:
-    """Return the table as text, one setting or fact per line."""
+    """Return the table as text, with a setting or fact per line."""
     config, ranks, algorithm = run.config, run.ranks, run.strategy.algorithm
     return table(
         {
@@ -33,7 +33,7 @@ def start_table(run: Run) -> str:
 
 
 def layout(hosts: Sequence[int]) -> str:
-    """Describe the processes from the host of every rank: 8 on 2 hosts, or 3 on 2 hosts (2 + 1)."""
+    """Describe how processes are divided among hosts, such as "8 on 2 hosts" or "3 on 2 hosts (2 + 1)"."""
     sizes = list(Counter(hosts).values())
     words = f"{len(hosts)} on {len(sizes)} host{'s' * (len(sizes) > 1)}"
     return words if len(set(sizes)) == 1 else f"{words} ({' + '.join(map(str, sizes))})"

@@ -103,12 +103,12 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_at(*files: Path) -> float:
-    """Return when the newest of the files was written; 0 if none exists."""
+    """Return the time at which the newest of the files was written; 0 if none exists."""
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 def _evaluated(evaluations: Evaluations, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the last evaluation of a run, and the best one by its `checkpoint.keep_best`."""
+    """Return the last evaluation of a run, and its best evaluation by `checkpoint.keep_best`."""
     if (last := evaluations.last) is None:
         return {}
     # Not a KeepBest, because importing it loads Hydra, which takes half a second.
@@ -123,8 +123,8 @@ def _state(
 ) -> tuple[str, str | None]:
     """Return one of _STATES, and the reason if a file or the process gives one.
 
-    On the run's own host, its process shows whether the run is alive. On other hosts, the age of its lock
-    file does, because a live run updates the modification time regularly.
+    On the run's own host, its process shows whether the run is alive. On other hosts, the modification time
+    of its lock file does, because a live run updates it regularly.
     """
     here = {"host": socket.gethostname(), "surroundings": processes.surroundings()}
     process, pid = None, owner.get("pid")
@@ -163,7 +163,7 @@ def report(folders: Sequence[str], as_json: bool, width: int) -> str:
     damaged: list[str] = []
     for top in folders:
         if not Path(top).is_dir() and top != _DEFAULT:
-            raise UserError(f"{printable(top)} is not a directory; give the folder that contains your runs")
+            raise UserError(f"{printable(top)} is not a directory; pass the folder that contains your runs")
         for folder, names, files in os.walk(top, onerror=lambda error: damaged.append(str(error))):
             if TRIALS in files:
                 try:

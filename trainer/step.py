@@ -1,4 +1,4 @@
-"""One optimizer step: compute gradients of the micro-batches, average them over ranks, and update."""
+"""One optimizer step: compute gradients of the micro-batches, average them over ranks, and update weights."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def train_step(run: Run, batches: Batches) -> Step:
 def add_gradients(run: Run, batch: Any, label_count: float, step: int, number: int) -> Tensor:
     """Run the forward and backward pass of this rank's micro-batch `number` in a step.
 
-    Returns its part of the loss of the step, a detached scalar.
+    Returns the micro-batch's part of the step's loss, a detached scalar.
     """
     enter = run.ranks.heartbeat.enter
     loss_of_step: Tensor

@@ -1,4 +1,4 @@
-"""Agreement of all ranks in each step on the number of labels, the next action, and whether data is left."""
+"""Agree in each step on the number of labels, the next action, and whether data is left."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from trainer.exact.sum_order import DEFAULT_ORDER, SumOrder
 
 
 class AfterStep(IntEnum):
-    """The action after a step: the largest value that any rank requests."""
+    """The action after a step; the largest value that any rank requests applies."""
 
     CONTINUE = 0
     SAVE = 1
@@ -44,8 +44,8 @@ class StepVote:
     """Sums six numbers over the ranks in each step, so that all ranks leave the loop after the same step.
 
     Call `start` when the micro-batches of a step have been read, and `result` when the first loss is known:
-    the communication overlaps with the first forward pass. On the CPUs of one host, `rows` replaces gloo's
-    all-reduce.
+    the communication overlaps with the first forward pass. On the CPUs of one host, `rows` (a `HostRows`)
+    replaces gloo's all-reduce.
     """
 
     def __init__(self, ranks: Ranks, order: SumOrder = DEFAULT_ORDER, rows: HostRows | None = None) -> None:
@@ -115,7 +115,7 @@ class StepVote:
         return self._agreed
 
     def ranks_out_of_data(self, batches: Batches) -> tuple[list[int], list[int]]:
-        """Return the ranks without data for another step, and the ranks that have data (a collective)."""
+        """Return the ranks without data for another step, and the ranks with data (a collective)."""
         own = batches.data_left if batches.accumulation else None  # None: this rank reads no data
         data_left = gather_objects(own)
         out_of_data = [rank for rank, left in enumerate(data_left) if left is False]

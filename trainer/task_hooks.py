@@ -1,4 +1,4 @@
-"""Calls of the task's `begin_step` and `end_step`, which may change the trainable parameters."""
+"""Call the task's `begin_step` and `end_step`, which may change which parameters are trainable."""
 
 import logging
 

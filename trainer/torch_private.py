@@ -89,7 +89,7 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def with_versions(saved: dict[str, Any], model: nn.Module) -> Any:
-    """Return a state dict with the version of each module, like that of `Module.state_dict`."""
+    """Return a state dict with the version of each module, as in the result of `Module.state_dict`."""
     versioned: Any = type(model.state_dict())(saved)
     versioned._metadata = {name: {"version": module._version} for name, module in model.named_modules()}
     return versioned

@@ -1,4 +1,4 @@
-"""Help for known errors: an entry of docs/howto/troubleshooting.md, or the settings that may be the cause.
+"""Help for known errors: an entry in docs/howto/troubleshooting.md, or settings that may be the cause.
 
 Errors are recognized by their text, because they may come from another rank, a library or a failure report.
 """

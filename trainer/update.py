@@ -24,7 +24,7 @@ _MAX_OVERFLOWS = 50  # steps in a row; the loss scale starts at 2**16, and each 
 
 
 def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) -> Update:
-    """Check and clip the gradients, step the optimizer, and advance schedule, average and counters.
+    """Check and clip the gradients, step the optimizer, and advance the schedule, average and counters.
 
     Call on every rank when the gradients of `step` are complete (a collective). A NaN or Inf loss makes the
     gradients of all ranks NaN (see `forward_backward`), so all ranks get the same `norm` of all gradients.
@@ -67,7 +67,7 @@ def apply_update(run: Run, step: int, norm: Tensor, losses: Sequence[Tensor]) ->
 
 
 def read_past(run: Run, step: int) -> Update:
-    """Advance schedule and counters past a step of `train.skip_steps`, as after any skipped step."""
+    """Advance the schedule and the counters past a step in `train.skip_steps`, as for any skipped step."""
     if run.ranks.is_main:
         for first, last in run.config.train.skip_steps:
             if step == max(first, run.plan.steps_before + 1) <= last:

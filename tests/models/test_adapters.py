@@ -157,7 +157,7 @@ def test_unsuitable_adapters_are_a_one_line_error(tmp_path: Path) -> None:
     trained, random, *found = run_ranks(said, 1, tmp_path, calls, init=False)[0]
     assert not trained, "modules_to_save trains the head"
     assert not random
-    assert "with values from its constructor" in (tmp_path / "1/train.log").read_text()
+    assert "with values from the constructor" in (tmp_path / "1/train.log").read_text()
     for text, expected in zip(found, WRONG, strict=True):
         assert expected in text
 

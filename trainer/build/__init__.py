@@ -1,1 +1,1 @@
-"""Construction of data, task and model from the settings, for training, evaluation and prediction."""
+"""Build data, task and model from the settings, for training, evaluation and prediction."""

@@ -1,4 +1,4 @@
-"""Construction of datasets, loaders and the transfer of batches to the device."""
+"""Build datasets, loaders and the transfer of batches to the device."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ class LoadedData(NamedTuple):
 
 
 def split_for(train: TrainConfig, strategy: Strategy) -> BatchSplit:
-    """Return how a global batch is split over the replicas of `strategy`."""
+    """Return how a global batch is divided among the replicas of `strategy`."""
     size, micro, replicas = train.global_batch_size, train.known_micro_batch_size, strategy.num_replicas
     if train.exact is None:
         split = split_batch(size, micro, replicas)
@@ -67,7 +67,7 @@ def first_batch(config: Config, train_set: Any, size: int) -> Any:
 
 
 def local_batches(config: Config, train_set: Any, size: int) -> Iterator[Any]:
-    """Yield endless batches of `size` samples, read in this process and equal on every rank."""
+    """Yield batches of `size` samples without end, read in this process and equal on every rank."""
     assert config.seed is not None
     data = dataclasses.replace(config.data, num_workers=0, pin_memory=False)
     options = LoaderOptions(0, config.seed, torch.device("cpu"), collate=build_collate(data))
@@ -140,7 +140,6 @@ def build_to_device(config: Config, device: torch.device, train_set: Any = None)
 
 
 def _normalisation(config: Config, train_set: Any) -> dict[str, list[float]]:
-    """Return mean and std from the settings, or else from the dataset; [] if neither has them."""
     images = config.data.images
     given = {
         "mean": getattr(train_set, "mean", None) if images.mean is None else images.mean,

@@ -1,4 +1,4 @@
-"""Construction of the model: initial weights, adapters, frozen parameters, and the strategy's wrapper."""
+"""Build the model, with initial weights, adapters, frozen parameters, and the strategy's wrapper."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -84,7 +84,7 @@ def initial_model(
     read_by: tuple[Agreement, int] | None = None,
     on_meta: bool = False,
 ) -> InitialModel:
-    """Return the model as at the start of a run: initial weights, adapters, and frozen parameters.
+    """Return the model as at the start of a run, with initial weights, adapters, and frozen parameters.
 
     A collective if `sharded_over` or `read_by` is given.
 
@@ -92,7 +92,7 @@ def initial_model(
         train_set: the data from which `auto` settings take their values; None if no setting is `auto`.
         sharded_over: if given, only rank 0 builds the whole model, because the strategy fills one unit at a
             time.
-        read_by: agreement and local rank for reading `model.init_from`; None does not read it.
+        read_by: the agreement and the local rank with which to read `model.init_from`; None: do not read it.
         on_meta: build on the meta device where possible, to measure the model without allocating memory.
     """
     assert config.seed is not None
@@ -119,7 +119,7 @@ def _refuse_random(module: nn.Module, trained: list[nn.Parameter], initial: Mapp
     frozen = [name for name in names if "original_module" not in name.split(".")]
     if frozen and not initial:
         log.warning(
-            "model.adapters freezes %s, with values from its constructor, because model.init_from=null",
+            "model.adapters freezes %s, with values from the constructor, because model.init_from=null",
             first_few(frozen, 1),
         )
     elif frozen:
@@ -132,7 +132,7 @@ def _refuse_random(module: nn.Module, trained: list[nn.Parameter], initial: Mapp
 def _start_from(
     node: dict[str, Any], model: InitialModel, agreement: Agreement, local_rank: int
 ) -> dict[int, Tensor]:
-    """Load the initial weights of the model from `init_from`, or from the file that the model specifies.
+    """Load the model's initial weights from `init_from`, or from the file that the model specifies.
 
     A model may have an attribute `pretrained`, a function that returns the path of a file of weights.
 

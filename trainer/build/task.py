@@ -1,4 +1,4 @@
-"""Construction of the task, with a check for missing methods."""
+"""Build the task, and check that it has the required methods."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trainer.tasks.base import refuse_own_parameters
 
 
 def build_task(config: Config) -> Task:
-    """Build the task of the settings. Raises UserError if it lacks a method, or has parameters to train."""
+    """Build the configured task. Raise UserError if it lacks a method, or has trainable parameters."""
     task: Task = instantiate("data.task", config.data.task)
     if missing := _missing_methods(task, config.train.evaluates):
         raise UserError(

@@ -61,13 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _checkpoints(directory: Location) -> Iterator[Location]:
-    """Yield `directory`, or the checkpoints in it if it is a run or the `checkpoints` folder of a run."""
+    """Yield `directory` or, if it is a run or the `checkpoints` folder of a run, the checkpoints in it."""
     if (directory / MANIFEST).exists() or not directory.is_dir():
         yield directory
         return
     if not (directories := _listing(directory).directories()):
         raise UserError(
-            f"{printable(directory)} is not a checkpoint (it has no {MANIFEST}) and contains no checkpoints"
+            f"{printable(directory)} is not a checkpoint (it has no {MANIFEST}), and contains none"
         )
     yield from directories
 
@@ -85,7 +85,7 @@ def _listing(directory: Location) -> Listing[Any]:
 def _report(directory: Location, in_full: bool, is_listed: bool) -> bool:
     """Print a report on one checkpoint; return False if it is damaged or unreadable.
 
-    At an address, a checkpoint without a manifest may still be uploading, so it does not count as damaged.
+    At a URL, a checkpoint without a manifest may still be uploading, so it does not count as damaged.
     """
     try:
         source = verified(directory)

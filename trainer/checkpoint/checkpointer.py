@@ -1,4 +1,4 @@
-"""Save and restore a run, in collectives of all ranks."""
+"""Save and restore a run; most methods are collectives of all ranks."""
 
 import logging
 import secrets
@@ -44,12 +44,11 @@ class Checkpointer:
 
     Attributes:
         saving: the last save, which may still be in progress.
-        restored_metrics: the metrics of the state that ``bind`` restored; {} if that state was not evaluated.
-        unsaved: fingerprints of attributes that checkpoints do not contain; each save records the
-            fingerprints.
-        verified_step: the last step that `train.verify_every` has verified; each save records it.
-        restored_verified: the last verified step that the restored checkpoint records; its own step if it
-            records none or is from another run directory.
+        restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
+        unsaved: fingerprints of attributes that checkpoints do not contain, to be recorded by each save.
+        verified_step: the last step that `train.verify_every` has verified, to be recorded by each save.
+        restored_verified: the last verified step according to the restored checkpoint; the checkpoint's own
+            step if it records none or is from another run directory.
         restored_unsaved: the fingerprints that the restored checkpoint records.
     """
 
@@ -172,7 +171,7 @@ class Checkpointer:
         return data_states
 
     def _new_branch(self, source: OpenCheckpoint | None) -> tuple[str, Evaluations, set[State]]:
-        """Return the name of a new branch, the evaluations before it, and the states that this run saved."""
+        """Return the name of a new branch, the evaluations before it, and the states that the run saved."""
         run_dir, saved = self._store.root.parent, set[State]()
         evaluations = Evaluations(run_dir)
         if source is not None:
@@ -222,7 +221,7 @@ class Checkpointer:
         self._remote.follow()
 
     def refuse_left_out(self, names: Collection[str]) -> None:
-        """Raise UserError if checkpoints lack any of the parameters ``names``, which are now trainable."""
+        """Raise UserError if checkpoints lack any of the parameters ``names``, which are trainable now."""
         if not_saved := sorted(self._facts[LEFT_OUT].keys() & names):
             raise UserError(
                 f"checkpoint.frozen=false does not save {first_five(not_saved)}, because these parameters "
@@ -369,7 +368,7 @@ class Checkpointer:
         The data positions of other ranks are not saved: on resume, a stream is read again up to this step.
 
         Args:
-            kept: values to save in place of the model's own, by their names in the model's state.
+            kept: values to save in place of the model's current ones, by their names in the model's state.
             check: called when all files are written; raises if the state has changed in the meantime.
 
         Returns:
@@ -425,7 +424,7 @@ class Checkpointer:
     def finish_remote(self) -> None:
         """Wait up to `checkpoint.timeout_s` until everything is uploaded to `checkpoint.remote`.
 
-        Call it after ``saving.wait()``. It is not a collective, because rank 0 may have to wait for a slow
+        Call it after ``saving.wait()``. This is not a collective, because rank 0 may be delayed by a slow
         logger.
         """
         self._ranks.heartbeat.enter("checkpoint")

@@ -1,4 +1,4 @@
-"""Export the weights of a checkpoint to formats of other programs, without a GPU or a process group."""
+"""Export the weights of a checkpoint in formats of other programs, without a GPU or a process group."""
 
 import json
 import os
@@ -71,7 +71,6 @@ def convert(
 
 
 def _write_weights(path: Path, weights: Sequence[ToStore]) -> None:
-    """Write `weights` to a new safetensors file. Raise UserError if the format does not support a dtype."""
     for each in weights:
         if each.dtype not in NAMES:
             raise UserError(f"{each.key} is {each.dtype}, which safetensors does not support; use --to torch")

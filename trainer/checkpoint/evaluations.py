@@ -1,4 +1,4 @@
-"""The metrics of each evaluation of a run, with its branch, in evaluations.jsonl.
+"""The metrics and the branch of each evaluation of a run, in evaluations.jsonl.
 
 Each start of a run creates a new branch, which begins at the state from which the run resumed. Two branches
 may reach the same step with different weights, for instance after a resume from an older checkpoint with
@@ -42,14 +42,16 @@ class Evaluations:
 
     @staticmethod
     def read(run_dir: Location) -> "Evaluations":
-        """Return the evaluations of the run in `run_dir`, a directory or an address; empty if it has none."""
+        """Return the evaluations of the run in `run_dir`, a directory or an `Address`; may be empty."""
         evaluations = Evaluations(Path())
         origins, metrics = {}, {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), (run_dir / FILE).open("rb") as file:
             try:
                 rows = [read_json(run_dir / FILE, line) for line in file.read().splitlines()]
             except UserError as error:
-                raise UserError(f"{error}; delete it to continue without the earlier evaluations") from error
+                raise UserError(
+                    f"{error}; to continue without earlier evaluations, delete the file"
+                ) from error
             for row in rows:
                 if "metrics" in row:
                     metrics[State(row["branch"], row["step"])] = row["metrics"]
@@ -72,7 +74,7 @@ class Evaluations:
         self._metrics = {**self._metrics, self.owner(state): dict(metrics)}
 
     def owner(self, state: State) -> State:
-        """Return `state` with the branch that reached it first: a branch shares the past of its origin."""
+        """Return `state` with the branch that reached it first; a branch includes all states before it."""
         branch, step = state
         while (origin := self._origins.get(branch)) is not None and step <= origin.step:
             branch = origin.branch
@@ -84,7 +86,7 @@ class Evaluations:
         return next(reversed([*self._metrics]), None)
 
     def of(self, state: State) -> Mapping[str, float]:
-        """Return the metrics of `state`; {} if it was not evaluated."""
+        """Return the metrics of `state`; {} if there was no evaluation of it."""
         return self._metrics.get(self.owner(state), {})
 
     def best(self, current: State, best: "KeepBest", among: Iterable[State] | None = None) -> State | None:

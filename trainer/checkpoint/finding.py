@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from, or that a command loads into its model."""
+"""Find the checkpoint from which a run resumes, or which a command loads."""
 
 import contextlib
 import logging
@@ -31,7 +31,7 @@ def candidates(
 ) -> list[Location]:
     """Return the checkpoints that `which` can refer to, in the order in which to try them.
 
-    Checkpoints at `checkpoint.remote` are included, because the disk of the run may have been lost.
+    Checkpoints at `checkpoint.remote` are included, because the run's disk may be lost.
     """
     listing: Listing[Any] = Listing(run_dir / "checkpoints", run_id)
     remote = settings.remote if isinstance(run_dir, Path) else None
@@ -39,7 +39,7 @@ def candidates(
         if (best := settings.keep_best) is None:
             raise UserError(
                 f"the best checkpoint of {run_dir} is not defined, because its checkpoint.keep_best is null; "
-                "add for instance 'checkpoint.keep_best={metric: eval/loss, mode: min}'"
+                "add, for example, 'checkpoint.keep_best={metric: eval/loss, mode: min}'"
             )
         evaluations = Evaluations.read(run_dir)
         if remote is not None:
@@ -53,7 +53,7 @@ def candidates(
         return chosen
     if which == "newest":
         if not (listed := listing.checkpoints() or all_checkpoints(listing, remote)):
-            raise UserError(f"{run_dir} has no checkpoint of its run in {run_dir / 'checkpoints'}")
+            raise UserError(f"{run_dir} has no checkpoint in {run_dir / 'checkpoints'}")
         return [each.path for each in listed]
     below = run_dir / "checkpoints" / which
     named = below if below.is_dir() else location(which)
@@ -129,7 +129,7 @@ def _usable(own: Listing[Path], remote: str | None) -> list[Location]:
     """Return the checkpoints that resume=auto may use, newest first.
 
     Raises:
-        UserError: all must be skipped (`SetAside`), and the run did not start at step 0.
+        UserError: all must be skipped (see `SetAside`), and the run started from another run's checkpoint.
     """
     found, aside = all_checkpoints(own, remote), own.aside
     newest = found[0].manifest if found else None
@@ -148,7 +148,6 @@ def _usable(own: Listing[Path], remote: str | None) -> list[Location]:
 
 
 def _named(what: str, directory: Location, way_out: str) -> Location:
-    """Return the resolved ``directory``. Raise UserError if it is not a directory, or is a run directory."""
     if not directory.is_dir():
         raise UserError(f"{what} is not a directory; {way_out}")
     if (directory / "checkpoints").is_dir():
@@ -157,7 +156,7 @@ def _named(what: str, directory: Location, way_out: str) -> Location:
 
 
 def check_data(source: OpenCheckpoint, now: int | None) -> None:
-    """Raise UserError if the length of the training data, ``now``, differs from that in ``source``."""
+    """Raise UserError if the training data has ``now`` samples, but had a different number in ``source``."""
     then = source.facts["num_samples"]
     if now != then:
         lengths = ["an unknown number of" if number is None else number for number in (now, then)]
@@ -170,7 +169,7 @@ def check_data(source: OpenCheckpoint, now: int | None) -> None:
 
 
 def log_changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log the settings that have changed since the checkpoint, except those that one strategy lacks."""
+    """Log the settings that have changed since the checkpoint, unless only one of the strategies has them."""
     for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
         was, is_now = (printable(repr(each[key])) if key in each else "not set" for each in (then, now))
         if was != is_now and not (key.startswith("strategy.") and "not set" in (was, is_now)):

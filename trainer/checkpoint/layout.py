@@ -69,7 +69,7 @@ Index = Mapping[str, IndexEntry]
 
 
 class WrittenChunks(Sequence[Chunk]):
-    """The chunks of the tensor ``name``, computed on access.
+    """The chunks of the tensor ``name``, which are computed on access.
 
     Args:
         writers: the ranks that each wrote a shard of the tensor.
@@ -105,7 +105,7 @@ def index_from_json(saved: Mapping[str, Any]) -> dict[str, IndexEntry]:
 
 
 def index_of_version_4(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
-    """Return the index of a checkpoint written before Ringmaster 0.2, which lists each chunk."""
+    """Return the index of a checkpoint that was written before Ringmaster 0.2 and lists each chunk."""
     return {
         name: IndexEntry(
             DTYPES[entry["dtype"]],
@@ -120,13 +120,13 @@ def index_of_version_4(tensors: Mapping[str, Any]) -> dict[str, IndexEntry]:
 class Plan:
     """The assignment of the parts of a save to the ranks that write them.
 
-    Saves with the same tensors reuse the plan: for the 40,000 tensors of 10,000 parameters, planning takes as
-    long as the rest of a save.
+    Saves with the same tensors reuse the plan, because planning 40,000 tensors (of 10,000 parameters) takes
+    as long as the rest of a save.
 
     Attributes:
         format: "full" or "sharded".
         num_writers: the number of ranks that write files.
-        writers: the ranks that write each tensor, in the order of its rows. The names are in the order of
+        writers: the ranks that write each tensor, in the order of its rows; tensors are in the order of
             writing.
         aliases: other names of tensors in ``writers``, such as those of tied weights, mapped to the name in
             ``writers``.
@@ -179,7 +179,7 @@ def _is_weight(name: str) -> bool:
 
 
 def key_of(name: str) -> str:
-    """Return the name of a tensor in its file, in which weights have their names in the model."""
+    """Return the name of a tensor in its file; the name of a weight is that in the model."""
     return name.removeprefix(_MODEL) if _is_weight(name) else name
 
 
@@ -198,7 +198,7 @@ def plan_save(
             shards. Each replicated tensor is then written by the rank that has the fewest bytes to write so
             far.
         written_by: the rank that must write a tensor, by the tensor's name.
-        alike: whether all ranks have tensors of the same names and sizes, except those in ``written_by``. If
+        alike: whether tensors have the same names and sizes on all ranks, except those in ``written_by``. If
             not, rank 0 writes all tensors that are not sharded.
     """
     aliases = aliases_in(tensors)
@@ -225,13 +225,13 @@ def plan_save(
 
 
 def _in_order(tensors: Mapping[str, Tensor], aliases: Collection[str]) -> list[str]:
-    """Return the names in the order of writing: by descending element size, which aligns all tensors."""
+    """Return the names in the order of writing, by descending element size, which aligns all tensors."""
     order = {name: (not _is_weight(name), -tensor.itemsize, name) for name, tensor in tensors.items()}
     return sorted(tensors.keys() - aliases, key=order.__getitem__)
 
 
 def aliases_in(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the names of tensors that share all memory with an earlier tensor, and the earlier name."""
+    """Return, for each tensor that shares all its memory with an earlier tensor, the latter's name."""
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""List the checkpoints of a run in a directory or at an address, and choose which to keep or to use."""
+"""List the checkpoints of a run in a directory or at a URL, and choose which to keep or to use."""
 
 import contextlib
 import json
@@ -26,14 +26,14 @@ SET_ASIDE = "set_aside.json"
 
 @dataclass(frozen=True)
 class SetAside:
-    """Checkpoints to skip unless named by their path, because a faulty device may have produced them.
+    """Checkpoints to skip unless the user gives their path, because a faulty device may have written them.
 
     They stay on disk.
 
     Attributes:
         after: the last usable step of each branch of the run.
         why: what was wrong.
-        start: the checkpoint of another run directory from which the run started, if any.
+        start: the checkpoint in another run directory from which the run started, if any.
     """
 
     after: Mapping[str, int] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Listing(Generic[P]):
         self._known: dict[P, Manifest] = {}  # a complete checkpoint never changes
 
     def manifest(self, path: P) -> Manifest:
-        """Return the `summary` of the manifest at ``path``; raises as `read_manifest` does.
+        """Return the `summary` of the manifest at ``path``. Raises the errors of `read_manifest`.
 
         It is cached, because all ranks wait while it is parsed, which takes 0.1 s for a 1 TB checkpoint.
         """
@@ -82,7 +82,7 @@ class Listing(Generic[P]):
 
     @property
     def aside(self) -> SetAside:
-        """The checkpoints of the run directory to skip unless named by their path."""
+        """The checkpoints in the run directory to skip unless the user gives their path."""
         return SetAside.read(self.root.parent)
 
     def forget(self, path: P) -> None:
@@ -114,13 +114,13 @@ class Listing(Generic[P]):
         return [entry for _, _, entry in sorted(entries, key=lambda each: each[:2])]
 
     def checkpoints(self) -> list[ListedCheckpoint[P]]:
-        """Return the checkpoints of this run, and all damaged ones, which may be of this run, newest first.
+        """Return this run's checkpoints and all damaged ones, which may belong to it, newest first.
 
         Checkpoints in `aside` are omitted. The others are sorted by the time of the save, not by step: after
         a run was resumed from step 5, its earlier step 10 is older than its new step 6.
 
         Raises:
-            RetryableError, NoAccessError: if the disk or the address does not answer or denies access.
+            RetryableError, NoAccessError: if the disk or the store does not answer, or denies access.
         """
         checkpoints: list[ListedCheckpoint[P]] = []
         paths, aside = self.directories(), self.aside
@@ -167,7 +167,7 @@ class Listing(Generic[P]):
 def all_checkpoints(own: Listing[Any], remote: str | None) -> list[ListedCheckpoint[Any]]:
     """Return the checkpoints of ``own`` and of ``remote`` (`checkpoint.remote`), newest first.
 
-    If both have a checkpoint, the one in ``own`` comes first. Folders without a manifest at an address are
+    If both have a checkpoint, the one in ``own`` comes first. Folders in ``remote`` without a manifest are
     skipped: their upload was never completed.
     """
     checkpoints: list[ListedCheckpoint[Any]] = list(own.checkpoints())
@@ -195,7 +195,7 @@ def newest_run_id(run_dir: Location) -> str | None:
 def best_of(own: Mapping[P, Manifest], best: KeepBest, evaluations: Evaluations) -> list[P]:
     """Return the paths of all checkpoints of the best state; [] if no state was evaluated.
 
-    Only the state of the newest checkpoint and its ancestors count.
+    Only the state of the newest checkpoint and the ancestors of that state count.
 
     Args:
         own: the manifests of a run's checkpoints, newest first.

@@ -92,7 +92,7 @@ def _sha256(parts: list[memoryview]) -> str:
 
 
 def check_blocks(file: PlainFile, digest: FileDigest, blocks: Sequence[int]) -> None:
-    """Check the blocks of ``file`` with the numbers ``blocks`` against ``digest``."""
+    """Check the blocks of ``file`` whose numbers are in ``blocks`` against ``digest``."""
 
     def is_intact(number: int) -> bool:
         sha, begin = hashlib.sha256(), number * BLOCK_BYTES
@@ -134,7 +134,7 @@ _RUN_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files and the origin of a checkpoint: enough to list and verify it without opening its tensors."""
+    """The files and the origin of a checkpoint, with which it can be listed and verified."""
 
     format: str  # "full": rank 0 wrote all tensors; "sharded": each rank wrote its shards
     step: int
@@ -147,7 +147,7 @@ class Manifest:
 
     @property
     def summary(self) -> "Manifest":
-        """The manifest without its files, whose hashes take megabytes for a large checkpoint."""
+        """The manifest without the list of files, whose hashes take megabytes for a large checkpoint."""
         return replace(self, files={})
 
     @property
@@ -200,12 +200,12 @@ def read_manifest(directory: Location) -> Manifest:
 
 
 def is_run_id(text: str) -> bool:
-    """Return whether ``text`` is a valid run id, and so safe in file names."""
+    """Return whether ``text`` is a valid run id, which is safe in file names."""
     return _RUN_ID.fullmatch(text) is not None
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in the name of a checkpoint's directory; None if the name has another form."""
+    """Return the step in the name of a checkpoint's directory; None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -226,7 +226,7 @@ def open_listed(directory: Location, manifest: Manifest, name: str) -> PlainFile
 
 
 def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manifest:
-    """Verify all blocks of the files, or the ``reader``-th of ``num_readers`` equal parts of the blocks."""
+    """Verify the files of a checkpoint: this ``reader``'s part, of ``num_readers`` equal parts."""
     manifest = read_manifest(directory)
     for name, blocks in blocks_to_verify(manifest, reader, num_readers):
         with open_listed(directory, manifest, name) as file:
@@ -235,7 +235,7 @@ def verify(directory: Location, reader: int = 0, num_readers: int = 1) -> Manife
 
 
 def blocks_to_verify(manifest: Manifest, reader: int, num_readers: int) -> Iterator[tuple[str, range]]:
-    """Yield the files and blocks for one reader, which are consecutive, so that it opens few files."""
+    """Yield the files and blocks that a reader verifies; they are consecutive, so that it opens few files."""
     num_blocks = sum(len(digest.sha256) for digest in manifest.files.values())
     first, last = (number * num_blocks // num_readers for number in (reader, reader + 1))
     for name, digest in sorted(manifest.files.items()):

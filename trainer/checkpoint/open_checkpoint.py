@@ -40,7 +40,8 @@ class OpenCheckpoint:
     """A checkpoint whose manifest and state.json have been read.
 
     Attributes:
-        facts: strategy, world_size, torch_version, config, and the JSON parts of state and data_states.
+        facts: strategy, world_size, torch_version, config, and those parts of state and data_states that are
+            not tensors.
         index: the location of each tensor.
     """
 
@@ -86,7 +87,7 @@ class OpenCheckpoint:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """The sha256 of frozen parameters that are in `initial_weights` and not saved here, by name."""
+        """The sha256 of each frozen parameter that is only in `initial_weights`, by name."""
         digests: dict[str, str] = self.facts[LEFT_OUT]
         return digests
 
@@ -138,7 +139,7 @@ class OpenCheckpoint:
                         read.result()
 
     def read(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return the full tensors under ``prefix``, by the rest of their names (not a collective).
+        """Return the tensors under ``prefix`` in full, by the rest of their names (not a collective).
 
         A tensor that was saved as one chunk is memory-mapped.
         """
@@ -146,7 +147,7 @@ class OpenCheckpoint:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
     def read_named(self, names: list[str]) -> dict[str, Tensor]:
-        """Return the tensors with these full names, as `read` does."""
+        """Return the tensors with these names in full, like `read`."""
         # The inner key is the name in the file, so that a tensor with several names is read once.
         by_file: dict[str, dict[str, tuple[str, Chunk]]] = {}
         for name in names:
@@ -171,7 +172,6 @@ class OpenCheckpoint:
         return tensors
 
     def _stored(self, file: PlainFile, name: str, chunk: Chunk) -> Stored:
-        """Return where ``file`` stores a chunk of ``name``; raise UserError if that contradicts the index."""
         if (header := self._headers.get(chunk.file)) is None:
             header = self._headers[chunk.file] = read_header(file)
         stored = header.get(chunk.key)
@@ -203,7 +203,7 @@ class OpenCheckpoint:
         return {name: weights[name] for name in weights if not is_extra_state(name)} | averages
 
     def model_state(self) -> dict[str, Tensor]:
-        """Return the tensors of the model's state dict; raise UserError if frozen parameters are missing."""
+        """Return the tensors of the model's state dict. Raise UserError if frozen parameters are missing."""
         if self.left_out:
             raise UserError(
                 f"{printable(self.directory)} does not contain {first_five(self.left_out)}, because its run "
@@ -218,7 +218,7 @@ def no_averages(directory: Location) -> str:
 
 
 def _fill(file: PlainFile, offset: int, rows: Tensor, dtype: torch.dtype) -> None:
-    """Read the bytes at `offset` into `rows`, through a buffer if the memory or the dtype requires it."""
+    """Read the bytes at `offset` into `rows`, through a buffer if the device or the dtype requires it."""
     if rows.is_cpu and rows.is_contiguous() and rows.dtype == dtype:
         file.read_into(offset, as_bytes(rows))
         return
@@ -244,7 +244,7 @@ def first_intact(paths: Sequence[Location], agreement: Agreement, more: str = ""
     """Return the first intact checkpoint of ``paths``; skip damaged ones (a collective).
 
     Args:
-        more: the end of the message if none is intact.
+        more: the end of the error message.
 
     Raises:
         UserError: if none is intact.

@@ -1,4 +1,4 @@
-"""Read byte ranges of a checkpoint's files, on disk or at an address."""
+"""Read byte ranges of a checkpoint's files, on disk or at a URL."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ class MissingFileError(UserError):
 
 
 class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
-    """A file that is open for reading; as a context manager, it closes the file.
+    """A file that is open for reading, and a context manager that closes it.
 
     Attributes:
         size: the number of bytes when the file was opened.
@@ -91,7 +91,7 @@ class PlainFile(contextlib.AbstractContextManager["PlainFile"]):
 
 
 class RemoteFile(PlainFile):
-    """A file at an address. Small reads use blocks of 1 MiB, the last 32 of which are cached."""
+    """A file at a URL. Small reads fetch blocks of 1 MiB, and the last 32 blocks are cached."""
 
     chunk_bytes = 1 << 24
 
@@ -129,7 +129,7 @@ class RemoteFile(PlainFile):
 
 
 def opened(path: Location) -> PlainFile:
-    """Open the file at `path` for reading. Raises as `PlainFile` does."""
+    """Open the file at `path` for reading. Raises the errors of `PlainFile`."""
     return RemoteFile(path) if isinstance(path, Address) else PlainFile(path)
 
 

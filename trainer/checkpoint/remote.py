@@ -1,13 +1,13 @@
-"""Upload checkpoints, in a thread of rank 0, to an address that survives the loss of the machine.
+"""Upload checkpoints, in a thread of rank 0, to a URL (address) that survives the loss of the machine.
 
 The address contains the files of a run directory: config.yaml, metrics.jsonl, evaluations.jsonl, result.json,
 run.json, and checkpoints/step_N. run.json contains the id of the run, and the launch that owns the address:
 the launch that started last. The manifest of a checkpoint is uploaded after its other files, and a folder
 without a manifest is not a checkpoint.
 
-Before each file, the launch checks that it still owns run.json, so a launch that was wrongly considered dead
-stops uploading when another one has resumed its run. An upload in progress may still arrive hours later, so
-each launch uploads checkpoints to separate folders: the second launch to step_N-2.
+Before each file, the launch checks that run.json still contains its own entry, so a launch that was wrongly
+considered dead stops uploading when another launch has resumed its run. An upload in progress may still
+arrive hours later, so each launch uploads checkpoints to separate folders: the second launch to step_N-2.
 """
 
 import contextlib
@@ -56,14 +56,14 @@ class NoRemote:
     copying: Path | None = None
 
     def follow(self, step: int = 0) -> None:
-        """Upload changed files, including the checkpoint of `step` if given, which is complete on disk."""
+        """Upload changed files and, if given, the checkpoint of `step`, which must be complete on disk."""
 
     def metrics(self) -> dict[str, float]:
-        """Return by how many steps the address is behind the run directory, for the log."""
+        """Return by how many steps the uploads lag behind the run directory, for the log."""
         return {}
 
     def put_set_aside(self) -> None:
-        """Upload set_aside.json at once, because the run is about to fail."""
+        """Upload set_aside.json immediately, because the run is about to fail."""
 
     def finish(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` until everything is uploaded, and log the result."""
@@ -146,7 +146,7 @@ class Remote(NoRemote):
             pause_s = _FIRST_PAUSE_S
 
     def _note_failure(self, error: Exception) -> None:
-        """Log the first failure since a success; keep later ones for `finish`."""
+        """Log the first failure after a success; keep later failures for `finish`."""
         is_explained = isinstance(error, UserError | RetryableError)
         problem = str(error) if is_explained else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
@@ -215,7 +215,7 @@ class Remote(NoRemote):
             raise TakenError(f"{self._address} now belongs to process {owner['process']}")
 
     def _remove_incomplete(self) -> None:
-        """Remove checkpoints whose upload was interrupted, or abandoned for a newer one after errors."""
+        """Remove checkpoints whose upload was interrupted or was abandoned for a newer checkpoint."""
         for directory in self._uploaded.directories():
             if not (directory / MANIFEST).exists():
                 directory.remove()
@@ -239,7 +239,7 @@ class Remote(NoRemote):
         return manifest
 
     def _upload_files(self, path: Path, folder: Address, names: Iterable[str]) -> None:
-        """Upload files of the directory `path` that `folder` lacks, and check that they arrived."""
+        """Upload the files `names` in `path` that `folder` lacks, and check their sizes there."""
         sizes = {name: (path / name).stat().st_size for name in sorted(names)}
         arrived = folder.sizes()
 
@@ -268,7 +268,6 @@ class Remote(NoRemote):
 
 
 def _owner(address: Address) -> dict[str, str] | None:
-    """Return the contents of run.json at `address` as strings; None if it is missing or damaged."""
     file = address / OWNER
     try:
         owner = read_json(file, file.read())
@@ -293,7 +292,7 @@ def run_at(address: str) -> str | None:
 
 
 def _run_of(owner: Mapping[str, str] | None, address: Address) -> str | None:
-    """Return the id of the run at `address`: that of its `owner`, or else of the newest checkpoint there."""
+    """Return the id of the run at `address`: from `owner`, or else from the newest checkpoint there."""
     return owner["run_id"] if owner is not None else newest_run_id(address)
 
 

@@ -52,7 +52,7 @@ def restore(
     plain, targets = source.facts["state"], dict[str, Tensor]()
 
     def fit() -> tuple[list[str], list[dict[str, Any]]]:
-        """Check on all ranks that the state fits, before any value is changed."""
+        """Check on all ranks that the state fits the model and the optimizer, before any value is changed."""
         check_left_out(source, frozen)
         _separate_buffers(state.model, source)
         found, notes = targets_for(state, source)
@@ -85,7 +85,7 @@ def load_model(model: nn.Module, source: OpenCheckpoint) -> None:
 
 
 def targets_for(state: TrainState, source: OpenCheckpoint) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors to read a checkpoint into, by their saved names, and notes on what does not match.
+    """Return the tensors to read a checkpoint into, by their saved names, and notes on mismatches.
 
     The targets are the model's own tensors, its non-persistent buffers if they were saved with the same
     shape, and new tensors for this rank's optimizer state. State with the shape of its parameter is laid out
@@ -182,7 +182,7 @@ def parameter_of(name: str, shape: torch.Size, trainable: TrainableParameters) -
 
 
 def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str, str]:
-    """Return the sha256 of each frozen parameter that was read from `model.init_from`, by each of its names.
+    """Return the sha256 of each frozen parameter that was read from `model.init_from`, by all its names.
 
     Call it after parameters have been frozen and before the model is sharded.
 
@@ -197,7 +197,7 @@ def frozen_digests(model: nn.Module, initial: Mapping[int, Tensor]) -> dict[str,
 
 
 def check_left_out(source: OpenCheckpoint, frozen: Mapping[str, str]) -> None:
-    """Raise UserError unless the parameters that `source` lacks have their initial values."""
+    """Raise UserError unless parameters that `source` lacks have the same initial values as in its run."""
     different = [name for name, digest in source.left_out.items() if frozen.get(name) != digest]
     if different:
         raise UserError(
@@ -241,7 +241,7 @@ def _matching(tensors: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor
 
 
 def _separate_buffers(model: nn.Module, source: OpenCheckpoint) -> None:
-    """Give a buffer its own memory if it shares memory with a tensor that was saved with other values."""
+    """Give a buffer its own memory if it shares memory with a tensor that was saved with different values."""
     modules, buffers = dict(named_modules(model)), dict(named_buffers(model))
     prefixes = ("model.", "buffers.")
     saved = {name.partition(".")[2]: name for name in source.shapes if name.startswith(prefixes)}

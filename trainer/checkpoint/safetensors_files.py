@@ -63,7 +63,7 @@ class ToStore:
 
 
 def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor in a file: bytes if the format does not support its dtype."""
+    """Return the dtype and shape of a tensor in a file, which are those of bytes for an unsupported dtype."""
     return (dtype, shape) if dtype in NAMES else (torch.uint8, (math.prod(shape) * dtype.itemsize,))
 
 
@@ -114,7 +114,7 @@ def _stored(entry: dict[str, Any], origin: int, size: int) -> Stored:
 
 
 def tensors_in(file: PlainFile) -> dict[str, Tensor]:
-    """Return the tensors of ``file`` by name, memory-mapped. Raises as `read_header` does."""
+    """Return the tensors of ``file`` by name, memory-mapped. Raises the errors of `read_header`."""
     return {
         name: as_tensor(file.part(stored.begin, stored.end), stored.dtype, stored.shape)
         for name, stored in read_header(file).items()

@@ -28,7 +28,7 @@ class Savable:
         not_finite: the names of tensors that contain NaN or Inf from the start, such as masks.
             `Checkpointer.bind` adds those of other ranks.
         model_config: the config.json of a Hugging Face model; None for other models.
-        adapters: the `adapters_of` the model.
+        adapters: the result of `adapters_of` for the model.
 
     Raises:
         UserError: if a tensor of the model's state cannot be saved or restored.
@@ -55,10 +55,10 @@ class Savable:
     def to_save(
         self, state: TrainState, kept: Mapping[str, Any] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors of ``state``, by their names in a checkpoint, and the rest of it for JSON.
+        """Return the tensors of ``state``, by their names in a checkpoint, and its other values for JSON.
 
         Args:
-            kept: values to save in place of the model's own, by their names in the model's state.
+            kept: values to save in place of the model's current ones, by their names in the model's state.
 
         Raises:
             UserError: if a parameter was replaced, or a tensor of the model was created, resized or removed.
@@ -128,7 +128,7 @@ def refuse_not_finite(not_finite: Sequence[Sequence[str]], step: int, descriptio
 
 
 def unsavable(tensor: Tensor) -> str | None:
-    """Return why ``tensor`` cannot be saved or restored, as the rest of a sentence; None if it can be."""
+    """Return why ``tensor`` cannot be saved or restored, as the end of a sentence; None if it can be."""
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         return f"is sparse ({layout}); make it dense, or set persistent=False"
@@ -158,7 +158,7 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
 
 
 def _real(part: Tensor) -> Tensor:
-    """Return values that torch can compare: complex numbers as pairs, 8-bit floats as fp32."""
+    """Return values that torch can compare: pairs for complex numbers, fp32 for 8-bit floats."""
     if part.is_complex():
         return torch.view_as_real(part)
     return part.float() if part.is_floating_point() and part.itemsize == 1 else part

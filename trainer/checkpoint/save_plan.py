@@ -1,4 +1,4 @@
-"""Combine what all ranks have to save, and plan which rank writes which part."""
+"""Combine the ranks' reports of what to save, and plan which rank writes which part."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -28,13 +28,13 @@ class SaveReport(NamedTuple):
 
 
 class Draft:
-    """What this rank has to save; rank 0 adds what the other ranks report.
+    """What this rank has to save and, on rank 0, what the other ranks report.
 
     Attributes:
         tensors: by their names in the checkpoint. Tensors of other ranks are on the meta device.
         facts: the other contents, for JSON.
-        follows_data: names of tensors that may differ between ranks because the data does. Rank 0 saves its
-            own.
+        follows_data: names of tensors that may differ between ranks because the data does; rank 0's are
+            saved.
         written_by: the rank that must write a tensor, by the tensor's name.
     """
 

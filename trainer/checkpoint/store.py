@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints, each of which is created atomically.
+"""The directory of a run's checkpoints, which are created atomically.
 
 A checkpoint is ``root/step_00000100/``. Its files are written to ``root/.tmp_step_00000100/`` and fsynced.
 The manifest, with the size of each file and the sha256 of its blocks, is written last. Then the directory is
@@ -43,9 +43,9 @@ def seal(temporary: Path, manifest: Manifest) -> None:
     if present != set(manifest.files):
         missing, unexpected = sorted(set(manifest.files) - present), sorted(present - set(manifest.files))
         raise UserError(
-            f"{temporary} lacks {first_few(missing) or 'no file'}, and contains "
-            f"{first_few(unexpected) or 'no file'} in addition to those in the manifest; set run_dir to a "
-            "directory on a file system that all hosts share"
+            f"the files in {temporary} differ from the manifest (missing: {first_few(missing) or 'none'}; "
+            f"unexpected: {first_few(unexpected) or 'none'}); set run_dir to a directory on a file system "
+            "that all hosts share"
         )
     fsync_directory(temporary)
     write_text(temporary / MANIFEST, manifest_text(manifest))
@@ -62,7 +62,7 @@ class Store(Listing[Path]):
     """The checkpoints of the run ``run_id`` under ``root``, where only rank 0 renames or deletes directories.
 
     Args:
-        shared: whether another process may be writing here, so that its partial files must be kept.
+        shared: whether another process may be writing to ``root``, so that its partial files must be kept.
 
     Attributes:
         saved_after: the time of the checkpoint that the run resumed from, in seconds since 1970. It may be
@@ -127,7 +127,7 @@ class Store(Listing[Path]):
         except OSError as error:  # immutable, busy, or open elsewhere on NFS
             if path not in self._warned:
                 self._warned.add(path)
-                log.warning("failed to delete %s; each save will retry: %s", path, error)
+                log.warning("failed to delete %s (%s); each save will retry", path, error)
 
     @at_disk()
     def prune(self, settings: CheckpointConfig, evaluations: Evaluations, spared: Path | None = None) -> None:

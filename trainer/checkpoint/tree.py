@@ -1,4 +1,4 @@
-"""Split nested state into flat named tensors and JSON, and put it together again.
+"""Split nested state into named tensors and JSON, and put it together again.
 
 All files contain only tensors or only JSON, so no reader needs pickle.
 """

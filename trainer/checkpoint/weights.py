@@ -31,7 +31,7 @@ Plain = tuple[str, ...]  # the parts of a name, without those that wrappers inse
 
 
 class _Renaming(NamedTuple):
-    """A rule: replace the prefix `saved` of a name in the file with `own` to get the name in the model."""
+    """A rule that turns names in the file into names in the model: replace the prefix `saved` with `own`."""
 
     saved: Plain
     own: Plain
@@ -44,7 +44,7 @@ def weights_for(
     key: str | None = None,
     freeze: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Return the tensors in ``path`` for ``model``, by name, without running code from the file.
+    """Return the tensors in ``path`` for ``model``, by their names in it, without running code from the file.
 
     Name parts that wrappers insert are ignored. One prefix may be removed from the names in the file, such as
     ``state_dict.model`` or ``teacher.backbone``, or added, such as ``transformer``. The prefix with the most
@@ -101,7 +101,7 @@ def weights_for(
 def _match(
     path: Location, saved_names: Collection[str], wanted: Mapping[str, Tensor], key: str | None
 ) -> tuple[_Renaming, dict[str, str]]:
-    """Return the renaming, and for each tensor in ``wanted`` that the file contains its name in the file."""
+    """Return the renaming and, for each tensor in ``wanted`` that the file contains, its name in the file."""
     own, saved = _by_plain_name(wanted), _by_plain_name(saved_names)
     if key is not None:
         saved = {plain: names for plain, names in saved.items() if _starts_with(plain, _plain(key))}
@@ -191,8 +191,8 @@ def _refuse_different(path: Location, pairs: Mapping[str, tuple[Tensor, Tensor]]
         )
         modules = first_five(sorted({name.rpartition(".")[0] or name for name in different}))
         raise UserError(
-            f"model.init_from={path} is from a different model: {tensors}; set "
-            f"model.init_ignore=[{modules}] to leave these as initialized, as for a new number of classes"
+            f"model.init_from={path} is from a different model: {tensors}; set model.init_ignore=[{modules}] "
+            "to keep their initial values, for example after a change of the number of classes"
         )
 
 
@@ -254,7 +254,7 @@ def _read_file(path: Location) -> dict[str, Any]:
         if path.name.endswith(".safetensors") or file.read(0, min(9, file.size))[8:] == b"{":
             return tensors_in(file)
         if isinstance(path, Address):
-            raise UserError("a single file at an address must be a .safetensors file")
+            raise UserError("a file that is loaded from a URL must be a .safetensors file")
         return _read_torch(file)
 
 

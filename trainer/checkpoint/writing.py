@@ -1,4 +1,4 @@
-"""Write a checkpoint, optionally from a copy while training continues.
+"""Write a checkpoint, optionally while training continues, from a copy.
 
 Each file of tensors is written by one rank. Then rank 0 writes state.json and the manifest.
 """
@@ -149,8 +149,8 @@ def host_stager(
 class Saving:
     """A save in progress.
 
-    The thread is a daemon, so that the process can end at once if training fails. The next start of the run
-    then removes the temporary directory.
+    It runs in a daemon thread, so that the process can end at once if training fails. The next start of the
+    run then removes the temporary directory.
 
     Args:
         write: called in a thread; None if nothing remains to be done.

@@ -39,7 +39,7 @@ class CommHook:
     """The gradient all-reduce of one DDP model, which `attach` creates.
 
     Attributes:
-        timeline: measures the cost of the all-reduce, and which ranks are late.
+        timeline: measures the time of the all-reduce, and finds late ranks.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def attach(
             the backend does. `hook` ignores it.
         segment_mb: see `Executor`; schedules only.
         hook: a communication hook of DDP, bound to its state, which returns the mean of a bucket over ranks.
-        enter: called with `("all_reduce", bucket)` before the all-reduce of each bucket starts.
+        enter: called with `("all_reduce", bucket)`, where bucket is an index, before each all-reduce.
         chunk_sums: converts buckets to integers, which are summed over ranks, not averaged. Not supported
             with `hook`.
     """
@@ -148,13 +148,12 @@ def _decoded(message: Message, done: Future[torch.Tensor]) -> torch.Tensor:
 
 
 def _summed(message: Message) -> Future[torch.Tensor]:
-    """Add integers over ranks without dividing the sums; a communication hook of DDP."""
     work = dist.all_reduce(message.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def _by_hook(hook: Hook, gpu_clock: GpuClock | None, one_at_a_time: bool) -> Reduce:
-    """Return a function that passes buckets to a communication hook of DDP, and records their times.
+    """Return a function that passes buckets to a DDP communication hook, and records their times.
 
     Args:
         one_at_a_time: wait for each bucket. A hook may start more messages in a callback, and gloo runs

@@ -79,10 +79,10 @@ class Executor:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def run(self, bucket: Tensor, divisor: int = 1) -> None:
-        """Replace `bucket` on every rank by the sum over ranks divided by `divisor`, with the same bits.
+        """Replace `bucket` with the sum over ranks divided by `divisor`, with the same bits on every rank.
 
-        The owner of each part divides its sum before it sends it. If sums are sent as fp16, every rank
-        instead divides its values first.
+        The owner of each part divides its sum before sending it. If sums are sent as fp16, every rank divides
+        its own values instead, before they are added.
 
         Args:
             bucket: (numel,), contiguous; fp32, fp64 or int64; or fp16 or bf16, which are added in fp32.
@@ -110,7 +110,7 @@ class Executor:
             self._shared.close()
 
     def _program(self, numel: int, itemsize: int) -> tuple[list[list[Visit]], int]:
-        """Return steps of visits whose messages start together, and how many steps early to post receives."""
+        """Return steps (visits whose messages start together), and how many steps ahead to post receives."""
         if (numel, itemsize) not in self._programs:
             size = max(1, numel * itemsize)
             segment_bytes = size if self._segment_mb is None else int(self._segment_mb * 2**20)

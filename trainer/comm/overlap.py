@@ -1,4 +1,4 @@
-"""Reduce buckets during the backward pass: on a thread for CPUs, on a side stream for a GPU."""
+"""Reduce buckets during the backward pass, in a thread on CPUs, and on a side stream on a GPU."""
 
 import threading
 import time
@@ -50,7 +50,8 @@ class SideStream:
 class Worker:
     """A thread that reduces buckets in the order in which they were submitted.
 
-    After a failure, every later bucket fails with the same error, because ranks are no longer in step.
+    After a failure, every later bucket fails with the same error, because ranks may now differ in what they
+    send.
 
     Args:
         release: called by `close`, after the last `all_reduce`.
@@ -70,7 +71,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, bucket: Any, record: BucketRecord) -> Future[torch.Tensor]:
-        """Queue a bucket of DDP for the all-reduce. The value of the returned Future is the mean.
+        """Queue a bucket of DDP for the all-reduce, and return a Future of the mean.
 
         After the last bucket of a pass, DDP only waits. So if the thread is idle then, the caller reduces
         that bucket itself, which saves a switch between threads.

@@ -1,8 +1,9 @@
 """The communication of a parameter server: workers push gradients to servers, and all ranks pull new values.
 
-Each trainable parameter has one server as its owner. gloo sends buckets between ranks through CPU memory.
-Servers also get the values of other servers, because all ranks evaluate the model and update its moving
-average. Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014.
+Each trainable parameter belongs to one server, its owner. gloo sends buckets between ranks through CPU
+memory. Servers also get the values of other servers, because all ranks evaluate the model and update its
+moving average. Source: Li et al., "Scaling distributed machine learning with the parameter server", OSDI
+2014.
 """
 
 import time
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 class Bucket:
     """Parameters of one dtype that are sent as one flat tensor.
 
-    A push also contains a number for each parameter: whether the worker has a gradient for it.
+    A push also contains a flag for each parameter, which is 1 if the worker has a gradient for it.
     """
 
     owner: int
@@ -45,7 +46,7 @@ class Exchange:
 
     Args:
         parameters: the same on each rank; only those that require gradients are communicated.
-        servers, workers: ranks; together, all ranks of `group`.
+        servers, workers: lists of ranks, which together contain every rank of `group`.
         bucket_bytes: the largest size of a bucket, unless a single parameter is larger.
 
     Attributes:
@@ -83,7 +84,7 @@ class Exchange:
         self.moved, self.waited_s, self.steps = 0, 0.0, 0
 
     def bytes_of(self, server: int) -> int:
-        """Return the bytes that a server receives and sends in a step."""
+        """Return the total bytes that a server receives and sends in a step."""
         num_workers, num_others = sum(worker != server for worker in self._workers), len(self._others)
         own = [bucket for bucket in self.buckets if bucket.owner == server]
         received = sum((m.numel + len(m.parameters)) * m.dtype.itemsize for m in own)
@@ -91,7 +92,7 @@ class Exchange:
 
     @torch.no_grad()
     def push(self) -> None:
-        """Give each server the mean gradients of all workers for its parameters; drop other gradients."""
+        """Give each server the workers' mean gradients for its parameters, and drop all other gradients."""
         start, works, pushed = time.perf_counter(), [], list[Tensor]()
         for number, bucket in enumerate(self.buckets):
             if self._rank in self._workers:
@@ -150,7 +151,7 @@ class Exchange:
 def owners(parameters: Sequence[nn.Parameter], servers: Sequence[int]) -> dict[nn.Parameter, int]:
     """Assign each parameter, largest first, to the server that has the fewest bytes so far.
 
-    Frozen parameters come last, because they may never be trained.
+    Frozen parameters are assigned last, because they may never be trained.
     """
     num_bytes, owner = dict.fromkeys(servers, 0), {}
     for parameter in sorted(parameters, key=lambda p: (not p.requires_grad, -p.nbytes)):

@@ -3,9 +3,9 @@
 The ranks connect and watch each other as in training. Every host connects to every other host. Then the ranks
 run every operation that training needs on values with a known result, measure all links between hosts, and
 print one table on rank 0. The exit status is 1 if two hosts cannot connect, if a result is wrong, or if a
-link is slower than `--min-gbit`; the output names the hosts. If a rank does not start, fails, or
-keeps the others waiting longer than `--timeout-s`, the preflight ends with the failure report and the exit
-status of a training run that fails in that way.
+link is slower than `--min-gbit`; the output names the hosts. If a rank does not start, fails, or keeps the
+others waiting longer than `--timeout-s`, the preflight ends like a training run, with a failure report and
+the same exit status.
 """
 
 import argparse

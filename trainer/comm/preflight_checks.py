@@ -70,7 +70,7 @@ def check(operation: str, me: GroupRank) -> str:
 
 
 def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
-    """Run the operation; return this rank's result, and the expected result. The last rank is the root."""
+    """Run the operation, with the last rank as its root; return this rank's and the expected result."""
     mine, everyones = me.data(me.rank), torch.stack([me.data(rank) for rank in range(me.world_size)])
     left, right, root = (me.rank - 1) % me.world_size, (me.rank + 1) % me.world_size, me.world_size - 1
     is_root, group, got, nothing = me.rank == root, me.group, me.blank(_LENGTH), (mine[:0], mine[:0])
@@ -115,7 +115,7 @@ def _made(operation: str, me: GroupRank) -> tuple[Tensor, Tensor]:
 
 
 def rounds(num_hosts: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of pairs of hosts: every pair once, and each host in at most one pair of a round.
+    """Yield rounds of pairs of hosts; each pair occurs once, and each host at most once in a round.
 
     This is the circle method of a round-robin tournament: N - 1 rounds for an even N, and N for an odd N.
     """
@@ -154,7 +154,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
         (dist.send if sends else dist.recv)(message, peer, me.group)
 
     def stream_s(message: Tensor, count: int) -> float:
-        """Return the time until `count` messages have arrived and the leader knows it."""
+        """Return the time until `count` messages have arrived and the leader has been told so."""
         began = time.perf_counter()
         for _ in range(count):
             move(message, leads)
@@ -182,7 +182,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
 
 
 def measure_costs(me: GroupRank) -> dict[str, float]:
-    """Return the CPU time per byte copied and added while all ranks work, and the number of processors.
+    """Return the CPU time per byte copied and per byte added while all ranks work, and the processor count.
 
     On a GPU, this measures wall time. On a CPU, it measures CPU time, which other programs hardly change.
     """

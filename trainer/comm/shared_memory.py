@@ -1,4 +1,4 @@
-"""Messages between processes on one host through shared memory; see docs/shared-memory.md.
+"""Send messages between processes on a host through shared memory; see docs/shared-memory.md.
 
 Each rank has slots of memory, which its peers have mapped. To send a chunk, a rank copies it to the next slot
 and sends the slot's offset to its peers over a socket; they read the chunk from there and acknowledge it. The
@@ -7,11 +7,11 @@ process dies, and /dev/shm may be small. A dead peer is noticed at once, because
 
 There are no deadlocks in combination with the waits of executor.py. Before a rank sends, the peers must have
 read the chunk in the next slot, and the window of each peer, a number of unread messages, must not be full.
-Both have room for all messages that are received after visit p, because only `IN_FLIGHT` segments are in
-flight, each with the messages of one round. So a wait for room, before a send of visit p, ends when a peer
-receives a message at visit p or before. A visit's receives come before its sends, so this wait, too, is for
-something earlier. No wait is in the kernel: a socket has room for the messages of a window and for the
-acknowledgements of another.
+Slots and windows have room for all messages that are received after visit p, because only `IN_FLIGHT`
+segments are in flight, each with the messages of one round. So a wait for room, before a send of visit p,
+ends when a peer receives a message at visit p or before. A visit's receives come before its sends, so this
+wait, too, is for something earlier. No send blocks in the kernel: a socket has room for the messages of one
+window and for the acknowledgements of another.
 """
 
 import mmap
@@ -85,7 +85,7 @@ class SharedMemory:
         self._sent, self._read = Counter[int](), Counter[int]()  # messages to each peer; how many it has read
 
     def send(self, moves: Sequence[Move], sums: Tensor, wire: torch.dtype) -> None:
-        """Send chunks of `sums` in dtype `wire`; a chunk for several peers is copied once."""
+        """Send chunks of `sums` in dtype `wire`; a chunk for several peers is copied to memory once."""
         copies: dict[tuple[int, int], int] = {}
         for move in moves:
             if (chunk := (move.begin, move.end)) not in copies:
@@ -144,7 +144,7 @@ class SharedMemory:
                 self._arrived[peer].append(offset)
 
     def _lost(self, peer: int, error: OSError) -> dist.DistNetworkError:
-        """Return an error of torch.distributed, so that the watch looks for its cause on all ranks."""
+        """Return a torch.distributed error, for which the watch looks for the cause on all ranks."""
         if isinstance(error, BlockingIOError | TimeoutError):  # the timeout of the socket
             return dist.DistNetworkError(f"rank {peer} did not answer within {self._timeout_s:g} s")
         return dist.DistNetworkError(f"lost the connection to rank {peer}: {error.strerror or error}")
@@ -152,7 +152,7 @@ class SharedMemory:
     def _connected(
         self, rank: int, addresses: Sequence[bytes], listener: socket.socket, own: int
     ) -> tuple[dict[int, socket.socket], dict[int, int]]:
-        """Return a socket and a file for each peer; the lower rank connects, and sends its file first."""
+        """Return a socket and a memory file for each peer; the lower rank connects and sends first."""
         sockets, files = dict[int, socket.socket](), dict[int, int]()
         higher, peer = sorted(peer for peer in self.peers if peer > rank), rank
         try:

@@ -1,8 +1,8 @@
 """Measure when each gradient bucket was ready, started and done, and which rank was the last to be ready.
 
 A late rank makes the all-reduce of all other ranks look long. An all-reduce ends on all ranks at about the
-same time, so the late rank is the one whose bucket was ready the shortest time before the end. Therefore,
-clocks need not be compared. Differences below the time of one message are noise.
+same time, so the late rank is the one with the shortest time from the moment its bucket is ready to the end.
+Therefore, clocks need not be compared. Differences smaller than the time of one message are noise.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class BucketRecord:
         return f"bucket {self.index}, {self.num_bytes / 2**20:.3g} MiB"
 
     def fetch_times(self, wait: bool) -> bool:
-        """Fetch the times from the GPU, if any; return False if they are not ready and `wait` is false."""
+        """Fetch the times if a GPU recorded them. Return False if they are not ready and `wait` is false."""
         if self.read_gpu is not None:
             times = self.read_gpu(wait)
             if times is None:
@@ -99,7 +99,7 @@ class PassSum:
     exposed_s: float = 0.0  # the part after all buckets were ready, when nothing was left to compute
 
     def add(self, records: Sequence[BucketRecord]) -> None:
-        """Add the buckets of one pass. Times at which several of them are reduced count once."""
+        """Add the buckets of one pass. Time during which several buckets are reduced counts once."""
         last_ready = max(record.ready for record in records)
         counted_to = float("-inf")
         for record in sorted(records, key=lambda record: record.start):
@@ -120,7 +120,8 @@ class Timeline:
 
     Args:
         gpu_clock: None if buckets are on the CPU.
-        facts: added to `measured`; None for a user's hook, which need not send the buckets themselves.
+        facts: entries to add to `measured`; None for a user's hook, which may send something other than the
+            buckets.
     """
 
     def __init__(self, gpu_clock: GpuClock | None, facts: Mapping[str, Any] | None) -> None:
@@ -169,15 +170,15 @@ class Timeline:
         }
 
     def _latest(self, waits: torch.Tensor) -> tuple[int, float]:
-        """Return the last rank to be ready with the most uneven bucket, and its delay in seconds."""
+        """Return the last rank to be ready, and its delay in seconds, for the most delayed bucket."""
         spread = waits.amax(0) - waits.amin(0)
         return int(waits[:, spread.argmax()].argmin()), float(spread.max())
 
     def measured(self) -> dict[str, Any]:
         """Return medians over the newest backward passes of this rank, for result.json; {} without passes.
 
-        These are the total, overlapped and exposed communication in milliseconds, and for each bucket, in the
-        order in which they become ready, its size and how long before the last bucket it was ready.
+        They are the total, overlapped and exposed communication in milliseconds, and for each bucket, in the
+        order in which buckets become ready, its size and how long before the last bucket it was ready.
         """
         self._sum_up(wait=True)
         layout = [(record.index, record.num_bytes) for record in self.last_pass]

@@ -35,8 +35,8 @@ def check_contradictions(config: Config) -> None:
     if train.compile_mode == "reduce-overhead" and strategy.name == "fsdp":
         raise UserError(
             "train.compile_mode=reduce-overhead is not supported with strategy=fsdp, because a CUDA graph "
-            "replays fixed addresses, and FSDP gathers the weights at a new address in each pass; remove the "
-            "mode, or use strategy=ddp"
+            "reuses fixed memory addresses, but FSDP gathers the weights at a new address in each pass; "
+            "remove train.compile_mode, or use strategy=ddp"
         )
     if config.checkpoint.format == "full" and strategy.name == "fsdp":
         raise UserError(

@@ -16,7 +16,7 @@ _ALLOWED = {} if _ANY is None else {"_execution_whitelist_": _ANY}
 
 
 def instantiate(name: str, node: dict[str, Any], *args: Any, facts: object = None, **kwargs: Any) -> Any:
-    """Call the `_target_` of `node` with its other keys, `args` and `kwargs`; errors mention `name`.
+    """Call the `_target_` of `node` with its other keys, `args` and `kwargs`; error messages contain `name`.
 
     Each value `auto`, also in nested nodes, is replaced with the attribute of `facts` that has the key's
     name.
@@ -62,7 +62,7 @@ def _build_error(name: str, node: dict[str, Any], reason: Exception) -> UserErro
 
 
 def _shadowing_hint(target: str) -> str:
-    """Return a hint if a folder of the user has the name of one of this project's packages."""
+    """Return a hint if a folder of the user's has the name of one of this project's packages."""
     name = target.partition(".")[0]
     users = Path(name).resolve()
     if name not in ("models", "trainer") or not users.exists():
@@ -72,7 +72,6 @@ def _shadowing_hint(target: str) -> str:
 
 
 def filled(name: str, node: dict[str, Any], facts: object) -> dict[str, Any]:
-    """Return `node` with each `auto` replaced by an attribute of `facts`; see `instantiate`."""
     replaced = {}
     for key, value in node.items():
         if isinstance(value, dict) and "_target_" in value:

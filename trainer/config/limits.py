@@ -13,7 +13,7 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on a value, and its description. None, which means absent, always satisfies it."""
+    """A condition on a value, and its description. None, for an unset value, always satisfies it."""
 
     is_valid: Callable[[Any], bool]
     description: str

@@ -80,7 +80,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the resolved settings as YAML that can be read through `--config-dir`."""
+    """Return the resolved settings as YAML, which can be used with `--config-dir`."""
     return OmegaConf.to_yaml(OmegaConf.create(_as_dict(config)))
 
 

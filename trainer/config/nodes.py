@@ -16,7 +16,7 @@ from trainer.errors import UserError, first_line
 
 @dataclass
 class ParameterGroup:
-    """An entry of optim.groups: a set of parameters and their options. None keeps the value of `optim`.
+    """An entry of optim.groups: a set of parameters, and options, which default to those of `optim`.
 
     Attributes:
         match: a regular expression of parameter names.
@@ -36,14 +36,14 @@ class ParameterGroup:
 
 @dataclass
 class NoDecay:
-    """optim.no_decay: parameters without weight decay, unless their group sets it."""
+    """optim.no_decay: which parameters have no weight decay, unless their group sets it."""
 
     below_dims: int = limited(lambda value: value >= 0, "at least 0", 0)
     match: str | None = field(default=None, metadata={"limit": PATTERN})
 
 
 def check_nodes(config: Config) -> None:
-    """Check the trainer's keys; classes check their own arguments when they are built."""
+    """Check the trainer's keys; classes check their own arguments when they are instantiated."""
     nodes = {"data.dataset": config.data.dataset, "data.task": config.data.task}
     nodes |= {"model": config.model, "optim": config.optim, "schedule": config.schedule}
     nodes |= {f"logger.{name}": node for name, node in config.logger.items()}
@@ -109,7 +109,7 @@ def model_settings(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def patterns(name: str, value: Any) -> list[str]:
-    """Return a setting that is null, a regular expression or a list of them, as a list."""
+    """Return the setting `name` as a list; it may be null, a regular expression or a list of them."""
     listed = [value] if isinstance(value, str) else value or []
     if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
         raise UserError(f"{name} is {value}, but must be a list of regular expressions")

@@ -32,7 +32,7 @@ EACH_TRIAL_LAUNCHES = (
 
 
 def explain(error: Exception) -> str:
-    """Return the message of a failed composition on one line, with the nearest valid name."""
+    """Return the message of an error in composing the settings, on one line, with the nearest valid name."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if group == "hydra/launcher":
@@ -66,7 +66,7 @@ def explain(error: Exception) -> str:
 
 
 def missing_key(error: Exception) -> str | None:
-    """Return the key of an override that failed because the config has no such key, or None."""
+    """Return the key of an override for which the config has no such key; None for any other error."""
     unknown = re.match(r"Could not override '(.+?)'", str(error))
     return unknown[1] if unknown else None
 
@@ -171,7 +171,7 @@ def _nearest(name: str, names: Iterable[str], group: str | None = None) -> str:
 
 
 def _settings() -> dict[str, list[str]]:
-    """Return every setting and group in conf/, with the choices (`group=choice`) that have it."""
+    """Return every setting and group in conf/, with the choices (`group=choice`) that contain it."""
     found: dict[str, list[str]] = {}
     for file in sorted(CONF.glob("**/*.yaml")):
         group = ".".join(file.relative_to(CONF).parts[:-1])

@@ -1,7 +1,7 @@
 """The settings of an existing run, read from its config.yaml by commands such as `trainer.evaluate`.
 
-Settings of the launch, the ranks and the all-reduce come from the current command instead. This module never
-imports torch, so that user errors are reported before torch is loaded.
+Settings of the launch, the ranks and the all-reduce come from the current command, not from the file. This
+module never imports torch, so that user errors are reported before torch is loaded.
 """
 
 import io
@@ -94,19 +94,18 @@ def saved_values(run_dir: Folder) -> dict[str, str]:
 
 
 def _as_typed(value: Any) -> str:
-    """Return `value` as it is written on a command line."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def differing_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the names of settings that differ between runs; those that all runs have come first."""
+    """Return the names of settings that differ between runs, starting with those that all runs have."""
     names = dict.fromkeys(name for each in settings for name in each)
     differing = [name for name in names if len({each.get(name) for each in settings}) > 1]
     return sorted(differing, key=lambda name: not all(name in each for each in settings))
 
 
 def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> DictConfig:
-    """Return `saved`, with `groups` and with settings newer than the run taken from `composed`."""
+    """Return `saved`, with `groups`, and settings that the run does not have, taken from `composed`."""
     own = OmegaConf.load(CONF / "train.yaml")  # settings outside groups
     assert isinstance(own, DictConfig)
     with open_dict(own):

@@ -1,4 +1,4 @@
-"""The types and limits of all settings, for every choice of every group. Defaults are in conf/."""
+"""The types and limits of all settings, in every configuration group. Defaults are in conf/."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ class NativeCommConfig(CommConfig):
 
 @dataclass
 class AutoCommConfig(NativeCommConfig):
-    """`native`, unless a faster all-reduce is available (see `trainer.strategies.ddp_comm`)."""
+    """comm=auto: `native`, unless a faster all-reduce is available (see `trainer.strategies.ddp_comm`)."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class LaunchConfig:
 
     @property
     def returns_result(self) -> bool:
-        """Whether the run has ended and written its result when the launcher returns."""
+        """Whether the launcher returns only after the run has ended and written its result."""
         return True
 
 

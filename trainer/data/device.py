@@ -48,7 +48,7 @@ class ToDevice:
         self._ahead: tuple[Any, Any] | None = None  # a batch, and its copy
 
     def ahead(self, batches: Sequence[Any]) -> None:
-        """Start copying the first of the next `batches` to a GPU, which needs memory for one more batch."""
+        """Start copying the first of the next `batches` to a GPU, which needs memory for another batch."""
         if is_accelerator(self.device) and batches and _moves_only_tensors(batches[0]):
             with accelerator.on(self._stream):
                 self._ahead = batches[0], self._moved(batches[0])
@@ -93,7 +93,6 @@ def _with_channels_last(value: Any) -> Any:
 
 
 def _moves_only_tensors(batch: Any) -> bool:
-    """Return whether no object in the batch has a method `to`, which may change the object in place."""
     moving: list[bool] = []
 
     def note(value: Any) -> Any:

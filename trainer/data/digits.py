@@ -1,4 +1,4 @@
-"""The bundled dataset: 1,797 handwritten digits of 8x8 pixels, so that a first run needs no download.
+"""The bundled dataset of 1,797 handwritten digits with 8x8 pixels, so that a first run needs no download.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998, https://doi.org/10.24432/C50P49. This is its test set, as in scikit-learn's ``load_digits``.

@@ -1,4 +1,4 @@
-"""Streaming datasets of Hugging Face's `datasets`, from local files or the hub."""
+"""Streaming datasets from Hugging Face's library `datasets`, from local files or the hub."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ def hugging_face(
         map: function that takes a row of plain values and returns a dict to replace it, such as a tokenizer.
         pack: tokens per sample. The ``input_ids`` of all rows, to which ``map`` should append an end-of-text
             token, are concatenated and cut into samples of this length. A sample is a dict of input_ids and
-            labels, which are equal. Tokens that remain at the end of an epoch are dropped.
+            labels, which have the same values. Tokens that remain at the end of an epoch are dropped.
         options: further arguments of ``load_dataset``, such as data_files={train: ..., eval: ...}.
     """
     check_split(split)

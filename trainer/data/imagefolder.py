@@ -19,8 +19,8 @@ class ImageFolder(datasets.ImageFolder):
     """Images in ``root/train/<class>/*`` and ``root/val/<class>/*`` (or eval), without hidden files.
 
     Images are uint8, (3, image_size, image_size), and are normalised on the device. A training image is a
-    random crop of 8 to 100 % of the area, randomly mirrored; a validation image is a centre crop of 7/8 of
-    the shorter side.
+    random crop of 8% to 100% of the area, randomly mirrored; a validation image is a centre crop whose side
+    is 7/8 of the shorter side.
 
     Args:
         split: train or eval.
@@ -30,7 +30,7 @@ class ImageFolder(datasets.ImageFolder):
 
     Raises:
         UserError: a folder is missing or empty, or its classes differ from those of the training folder.
-        OSError: on access, an image cannot be decoded, or exceeds Pillow's size limit.
+        OSError: on access, if an image cannot be decoded, or exceeds Pillow's size limit.
     """
 
     mean, std = MEAN, STD
@@ -57,7 +57,7 @@ class ImageFolder(datasets.ImageFolder):
 
     @staticmethod
     def unlabelled(path: str, image_size: int | None = 224, **_: object) -> Any:
-        """Read an image without a label, as evaluation does; other arguments of the dataset are ignored."""
+        """Read an image without a label, as for an evaluation; other arguments of the dataset are ignored."""
         image = read_rgb(path)
         return image if image_size is None else _crop("eval", image_size)(image)
 
@@ -68,7 +68,7 @@ class ImageFolder(datasets.ImageFolder):
 
 
 def _is_image(path: str) -> bool:
-    """Return whether `path` is an image, and not a hidden file such as ._1.jpg, which macOS creates."""
+    """Return whether `path` is an image and not hidden; macOS creates hidden files such as ._1.jpg."""
     name = Path(path)
     return name.suffix.lower() in IMG_EXTENSIONS and not name.name.startswith(".")
 
@@ -99,7 +99,8 @@ def read_rgb(path: str) -> Image.Image:
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
             if image.mode in ("I", "F"):  # Pillow would clip values above 255
                 raise ValueError(
-                    f"32 bits per channel (mode {image.mode}) are not supported; save the image with 8 or 16"
+                    f"32 bits per channel (mode {image.mode}) are not supported; save the image with 8 or 16 "
+                    "bits"
                 )
             return image.convert("RGB")
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Datasets of images in memory; fetching a batch is one indexing operation."""
+"""Datasets of images in memory, from which one indexing operation fetches a batch."""
 
 from collections.abc import Sequence
 

@@ -82,7 +82,7 @@ class Mixture(Dataset[Any]):
         return sample_of(*self.origin_of_sample(index))
 
     def origin_of_sample(self, index: int) -> tuple[Any, int]:
-        """Return the dataset of a sample, and its index in that dataset."""
+        """Return the dataset that contains sample `index`, and the index of the sample in that dataset."""
         number = bisect.bisect_right(self._starts, index) - 1
         dataset = self.datasets[number]
         return dataset, (index - self._starts[number]) % len(dataset)

@@ -1,4 +1,4 @@
-"""Orders for `data.order`: functions that choose and arrange the samples of an epoch, for data read by index.
+"""Orders for `data.order`, functions that choose and arrange the samples of an epoch of data read by index.
 
 An order may depend only on the dataset and on the given generator, which is seeded from the seed and the
 epoch, like the global generators during the call. So the order is the same for any number of ranks, and

@@ -20,8 +20,8 @@ class Padding:
     accepts. Each field is padded to its largest size in the batch, so micro-batches may differ in size.
 
     Args:
-        fill: padding value: one for all fields, or values by position or key, with 0 for other fields. Use
-            -100 for labels, which the tasks of this project ignore.
+        fill: the padding value for all fields, or values by position or key, with 0 for other fields. Use
+            -100 for labels: the tasks of this project ignore that label.
         multiple_of: sizes are rounded up to a multiple of this number.
 
     Raises:
@@ -36,7 +36,7 @@ class Padding:
         self._fill, self._multiple = fill, multiple_of
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Return the batch: a tensor, a list for samples of tuples or lists, or a dict."""
+        """Return the batch: a tensor, a dict, or, for samples that are tuples or lists, a list."""
         kind = type(samples[0])
         fields = [_fields(sample) for sample in samples]
         if any(sample.keys() != fields[0].keys() for sample in fields):

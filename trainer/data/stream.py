@@ -1,4 +1,4 @@
-"""Streams: data that is only read forward.
+"""Streams: data that can only be read forward.
 
 A stream is a ``torch.utils.data.IterableDataset``, or any object with ``__iter__`` and no ``__getitem__``. It
 yields the same samples in the same order on every rank and in every data worker, and the trainer divides
@@ -39,10 +39,10 @@ class Stream(Protocol):
         """Called before each ``__iter__``, so that epochs may differ in their order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last sample that was yielded, in plain values and tensors."""
+        """Return the position after the last sample that was yielded, as plain values and tensors."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next ``__iter__`` continue at ``state``, instead of reading all earlier samples again."""
+        """Make the next ``__iter__`` continue at ``state``, so that earlier samples are not read again."""
 
     def decode(self, item: Any) -> Any:
         """Convert an item of ``__iter__`` to a sample; called only for samples that this process uses."""

@@ -2,7 +2,7 @@
 
 PATH is a text or .jsonl file, or a folder of such files. OUT is the folder to create, with train.bin and
 val.bin, of uint16 or uint32, and tokens.json, which describes them; data=tokens and nanoGPT can train on it.
-FOLDER contains a tokenizer.json of Hugging Face, which is copied to OUT.
+FOLDER contains a Hugging Face tokenizer.json, which is copied to OUT.
 """
 
 import argparse

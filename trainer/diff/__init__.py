@@ -1,1 +1,1 @@
-"""Find where two runs diverge: compare their files, then replays of both. Does not import torch."""
+"""Find where two runs diverge, from their files and from replays. Importing it does not import torch."""

@@ -2,8 +2,8 @@
 
 A and B are run directories. Shows the settings, environment, code and recorded numbers that differ. Then
 reruns the steps up to the first difference in both runs, and names the first thing that differs: a sample,
-the output of a module, the loss, a gradient, an option of the optimizer, or an update. Writes nothing into
-the runs. To compare the speed and the results of runs, use `python -m trainer.compare`.
+the output of a module, the loss, a gradient, an option of the optimizer, or an update. Does not write to A or
+B. To compare the speed and the results of runs, use `python -m trainer.compare`.
 
 Exits with status 0 if the runs are equal, 1 if they differ, and 2 after an error.
 """

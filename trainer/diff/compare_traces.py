@@ -17,7 +17,7 @@ Entry = Mapping[str, Any]
 
 
 class Difference(NamedTuple):
-    """How an entry differs between two runs."""
+    """The difference of an entry between two runs."""
 
     kind: str
     name: str
@@ -66,7 +66,7 @@ def _has_rows(entry: Entry) -> bool:
 def differences(
     one: Sequence[Entry], other: Sequence[Entry], tolerance: float
 ) -> tuple[list[Difference], dict[str, int]]:
-    """Return the entries that differ by more than `tolerance` ulp, in order, and the number compared by kind.
+    """Return the entries that differ by more than `tolerance` ulp, in order, and the number of each kind.
 
     Entries that only one of the runs has count as different, unless their micro-batches can't be matched.
     """
@@ -86,8 +86,6 @@ def differences(
 
 
 def _difference(one: Entry, other: Entry, tolerance: float) -> list[Difference]:
-    """Return the difference, or [] if the entries are equal."""
-
     def differ(words: str, ulp: float = math.inf) -> list[Difference]:
         return [Difference(one["kind"], one["name"], words, ulp)]
 
@@ -127,12 +125,12 @@ def _difference(one: Entry, other: Entry, tolerance: float) -> list[Difference]:
 
 
 def units(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the differences of elements in units in the last place, and as numbers.
+    """Return the differences of elements, in units in the last place (ulp) and as numbers.
 
     The unit is the spacing of the less precise type at the size of the element or, for smaller elements, at
-    the root mean square of the tensor: close to 0, rounding leaves differences of many smaller units. NaN
-    equals NaN; otherwise, a difference from NaN or Inf is infinite. For integers, the unit is 1; for
-    float64 scalars, which are losses, it is that of float32.
+    the root mean square of the tensor: for elements close to 0, rounding causes differences of many of their
+    own, smaller units. NaN equals NaN; otherwise, a difference from NaN or Inf is infinite. For integers, the
+    unit is 1; for float64 scalars, which are losses, it is that of float32.
     """
     types = [t.dtype for t in (one, other) if t.is_floating_point()]
     a, b = one.double(), other.double()

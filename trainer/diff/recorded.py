@@ -1,4 +1,4 @@
-"""How the files of two runs differ: settings, environment, code, and the numbers recorded for each step."""
+"""Compare the files of two runs: settings, environment, code, and the numbers recorded for each step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ _IGNORED += [f"train.{name}" for name in ("histograms_every", "peak_tflops", "pr
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where the records of two runs diverge.
+    """The step at which the records of two runs diverge.
 
     Attributes:
         step: the first step whose numbers differ; None if all are equal.
-        equal: the last step before it that both have recorded; 0 if there is none.
+        equal: the last step before it that both runs have recorded; 0 if there is none.
     """
 
     step: int | None
@@ -36,7 +36,7 @@ class Divergence:
 
 
 class RecordedRun(RunFiles):
-    """The files of a run, and what is needed to rerun its steps.
+    """The files of a run, and the code and interpreter with which to rerun its steps.
 
     Attributes:
         folder: the run directory.
@@ -65,7 +65,7 @@ class RecordedRun(RunFiles):
 
 
 def setting_rows(one: RecordedRun, other: RecordedRun) -> tuple[list[list[str]], list[str]]:
-    """Return (name, value in A, value in B) of settings, and the names of those that cannot change a step."""
+    """Return (name, value in A, value in B) of settings, and names of settings that cannot change a step."""
     both = [one.settings, other.settings]
     names = differing_settings(both)
     if "strategy.name" in names:  # which then has other settings

@@ -37,7 +37,7 @@ class Replay:
     traces: Mapping[int, Sequence[Entry]]
 
     def words(self) -> str:
-        """Describe where the replay started, and whether it equals the record of the run."""
+        """Describe where the replay started, and whether its numbers equal those that the run recorded."""
         facts, hashes = self.facts, self.facts["hashes"]
         words = f"from {Path(facts['start']).name if facts['start'] else 'the initial weights'}"
         words = f"steps {min(map(int, hashes)) + 1} to {max(map(int, hashes)) + 1}, {words}: "
@@ -48,13 +48,13 @@ class Replay:
 
 
 class _Report:
-    """Prints parts of the report as they are known, or one JSON object at the end."""
+    """Prints each part of the report when it is known, or one JSON object at the end."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json, self._facts = as_json, dict[str, Any]()
 
     def add(self, name: str, words: str, value: Any, rows: Sequence[Sequence[str]] = ()) -> None:
-        """Add a part: a line, rows below it, and its value in JSON."""
+        """Add a part: `words`, a line; `rows` to print below it; and `value`, for JSON."""
         self._facts[name] = value
         if not self._as_json:
             print(table({f"{name:<11}": words}))
@@ -110,12 +110,12 @@ def _add_rows(report: _Report, name: str, rows: Sequence[Sequence[str]], more: s
 
 
 class _Search:
-    """Replays both runs until the first step with a difference is known.
+    """Replays both runs to find the first step with a difference.
 
     Attributes:
-        step: the first traced step with a difference; the last traced one without.
+        step: the first traced step with a difference; without a difference, the last traced step.
         found: the differences in `step`, in the order of computation.
-        counts: how many entries of each kind were compared in `step`.
+        counts: the number of entries compared in `step`, by kind.
     """
 
     def __init__(self, runs: Sequence[RecordedRun], tolerance: float, folder: Path) -> None:
@@ -153,7 +153,7 @@ class _Search:
                 break
 
     def _first_state(self) -> int | None:
-        """Return after how many steps the state differed first; None if hashes can't be compared."""
+        """Return after which step the state first differs; None if hashes can't be compared."""
         one, other = (replay.facts["hashes"] for replay in self.replays)
         common = sorted(one.keys() & other.keys(), key=int)
         if self._tolerance or any(len(one[made]) != len(other[made]) for made in common):
@@ -196,7 +196,7 @@ class _Search:
 
 
 def _add_result(report: _Report, search: _Search) -> int:
-    """Add the replays, what was compared in the step, and the first difference; return the exit status."""
+    """Add the replays, the compared entries and the first difference; return the exit status."""
     for name, replay in zip("AB", search.replays, strict=True):
         report.add(f"replay {name}", replay.words(), dict(replay.facts))
     differing = Counter(each.kind for each in search.found)

@@ -1,4 +1,4 @@
-"""Replay steps of one run and record everything that they compute; started by `trainer.diff` for each run.
+"""Replay steps of a run and record everything that they compute; `trainer.diff` starts this for each run.
 
 Each rank writes OUT/RANK.pt with the entries of the traced steps. Rank 0 also writes OUT/replay.json.
 """
@@ -76,7 +76,7 @@ class StepTrace(WeightStatistics):
 
     @contextmanager
     def around_update(self, step: int, examines: bool) -> Iterator[None]:
-        """Add gradients, options of the optimizer and the update within the context (a collective)."""
+        """Record gradients, the optimizer's options and the update made within the context (a collective)."""
         own, optimizer = self._run.state.trainable.own, self._run.state.optimizer
         for name, parameter in reversed(own.items()):
             if parameter.grad is not None:
@@ -91,7 +91,7 @@ class StepTrace(WeightStatistics):
         self._add_state("update", "update of {}")
 
     def add(self, kind: str, name: str, value: Tensor | None = None, **more: Any) -> None:
-        """Add an entry; `value` is kept if there is room, and hashed in any case."""
+        """Add an entry. `value` is always hashed, and also kept if there is room."""
         entry = {"kind": kind, "name": name, **more}
         if value is not None:
             value = value.detach()

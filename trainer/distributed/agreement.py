@@ -1,4 +1,4 @@
-"""Agreement between ranks: an error of one rank is raised on all ranks."""
+"""Agreement between ranks: an error on one rank is raised on all ranks."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ _Report = TypeVar("_Report")
 
 
 class _Failure(NamedTuple):
-    """The error of an action, in a form that can be sent to all ranks."""
+    """An error that an action raised, in a form that can be sent to all ranks."""
 
     kind: type[RunEndError]
     message: str
@@ -70,7 +70,7 @@ def on_main(action: Callable[[], _T], ranks: Ranks) -> _T:
 
 
 class Agreement:
-    """Runs actions such as file operations on the ranks, and raises an error of one rank on all ranks.
+    """Runs actions such as file operations, and raises an error that occurs on one rank on all ranks.
 
     All methods are collectives.
 
@@ -82,7 +82,7 @@ class Agreement:
 
     Raises:
         UserError: from each method, if the user must change something (see `kind_of`).
-        RetryableError: from each method, for any other error, such as one of a disk or a store.
+        RetryableError: from each method, for any other error, for example on a disk or in a store.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ def _raise_first(failures: Sequence[_Failure | None], cause: Exception | None) -
 def _attempt(
     action: Callable[[], _T], expected: tuple[type[Exception], ...]
 ) -> tuple[_T | None, _Failure | None, Exception | None]:
-    """Return the result of `action`, or, after an `expected` error, its failure and the error."""
+    """Return the result of `action` or, after an `expected` error, a `_Failure` and the error."""
     try:
         return action(), None, None
     except expected as error:

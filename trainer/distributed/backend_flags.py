@@ -1,4 +1,4 @@
-"""Set process-wide flags: fp32 precision and cuDNN on a GPU, and the memory of the C library on a CPU."""
+"""Set process-wide flags: fp32 precision and cuDNN on a GPU, and the C library's allocator on a CPU."""
 
 import ctypes
 import os
@@ -37,7 +37,7 @@ def set_deterministic(device: torch.device) -> None:
 
 
 def return_large_blocks(device: torch.device) -> None:
-    """Make glibc return each freed block of 1 MiB or more to the system immediately, on a CPU.
+    """On a CPU, make glibc return each freed block of at least 1 MiB to the system immediately.
 
     By default, glibc raises this threshold to the size of the largest freed block, up to 32 MiB, and keeps
     smaller blocks. FSDP gathers and frees units of many sizes: with 100 million parameters on two ranks, each

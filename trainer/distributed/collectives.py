@@ -20,7 +20,7 @@ _BACKSTOP_S = 3600.0
 
 
 def backstop(timeout_s: float) -> timedelta:
-    """Return a timeout for process groups that is longer than `timeout_s`: the watch ends the run first.
+    """Return a timeout for process groups that is so long that the watch ends the run first.
 
     Unlike NCCL's watchdog, the watch reports the failed rank, and doesn't count the time during which a job
     was suspended.
@@ -76,7 +76,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], src: int) -> None:
 
 
 def broadcast_buffers(module: nn.Module, src: int) -> None:
-    """Broadcast the buffers of `module`, in the order of their names, which is the same on all ranks."""
+    """Broadcast the buffers of `module` from `src`, in the order of names, which is equal on all ranks."""
     if buffers := sorted(module.named_buffers(), key=itemgetter(0)):
         broadcast_tensors((buffer for _, buffer in buffers), src)
 

@@ -1,4 +1,4 @@
-"""Gather rows of samples on rank 0 in the dataset's order, and outputs on all ranks for a loss."""
+"""Gather rows (one per sample) on rank 0 in the dataset's order, and outputs on all ranks for a loss."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -98,7 +98,7 @@ class SampleGather:
 
 @contextmanager
 def gathering(refusal: str | None) -> Iterator[None]:
-    """Let `gather` gather from all ranks within the block or, if `refusal` is given, raise it as an error."""
+    """Within the block, let `gather` gather from all ranks or, given a `refusal`, raise it as an error."""
     _refusals.append(refusal)
     try:
         yield
@@ -107,7 +107,7 @@ def gathering(refusal: str | None) -> Iterator[None]:
 
 
 def gather(z: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of `z` of all ranks, and the index of this rank's first row (a collective).
+    """Return the rows of `z` from all ranks, and the index of this rank's first row in them (a collective).
 
     Use it in a loss that compares samples of the whole global batch, as SimCLR and CLIP do: `Task.loss`
     compares the rows of its rank with all rows and returns the mean. Gradients flow back to the rank of each
@@ -132,8 +132,8 @@ def gather(z: Tensor) -> tuple[Tensor, int]:
     each, layouts = facts.T.tolist()
     if len({*layouts}) > 1:  # the backend would abort or mix up rows
         raise UserError(
-            f"trainer.gather: a row has {row} on rank {dist.get_rank()}, but not on all other ranks; pad "
-            "rows to one shape"
+            f"trainer.gather: rows have {row} on rank {dist.get_rank()}, but a different shape or dtype on "
+            "another rank; pad rows to one shape"
         )
     first = sum(each[: dist.get_rank()])
     gathered: Tensor = _Gather.apply(z, each, first)

@@ -1,8 +1,9 @@
 """Several ranks on one GPU (`distributed.ranks_per_gpu`), to try a run before its GPUs are available.
 
-Since version 2.30, NCCL permits it with NCCL_MULTI_RANK_GPU_ENABLE=1, and the ranks of a host communicate as
-on separate GPUs. Older versions reject two ranks that have the same GPU and the same host. With them, each
-rank gets its own NCCL_HOSTID, and all ranks communicate through sockets, as if each had its own host.
+Since version 2.30, NCCL permits this with NCCL_MULTI_RANK_GPU_ENABLE=1, and the ranks of a host communicate
+as on separate GPUs. Older versions reject two ranks that have the same GPU and the same host. With older
+versions, each rank gets its own NCCL_HOSTID, and all ranks communicate through sockets, as if each had its
+own host.
 """
 
 import math
@@ -46,8 +47,7 @@ def environment(
     """Return the variables to set before NCCL is initialized.
 
     Args:
-        given: the environment of this process. Its values take precedence, except where ranks could then not
-            share a GPU.
+        given: the environment of this process. Its values take precedence.
 
     Raises:
         UserError: `given` contains a value with which ranks can't share a GPU.

@@ -1,8 +1,8 @@
 """Find the network interface through which other hosts reach this host.
 
 gloo listens at the address to which the host name resolves. Debian's /etc/hosts maps it to 127.0.1.1, which
-other hosts cannot reach, and a container may not resolve it. In both cases, the route to rank 0's store
-determines the interface.
+other hosts cannot reach, and in a container it may not resolve at all. In both cases, the route to rank 0's
+store determines the interface.
 """
 
 import contextlib
@@ -69,8 +69,8 @@ def choose_interface(rank: int, hosts: Sequence[int], addresses: Sequence[str | 
 def gloo_listener() -> socket.socket | None:
     """Open a port at the address at which gloo listens on this host; None if the address is unknown.
 
-    This is the first address of the interface in GLOO_SOCKET_IFNAME, or without that variable the first
-    address of this host to which the host name resolves, or else loopback.
+    This is the first address of the interface in GLOO_SOCKET_IFNAME or, without that variable, the first
+    address of this host to which the host name resolves, or else the loopback address.
     """
     if interface := os.environ.get(_VARIABLE, "").split(",")[0]:
         addresses = [_address_of(interface)]

@@ -42,8 +42,8 @@ def check_links(
 ) -> None:
     """Raise RetryableError if a host can't connect to another host (a collective of all ranks, in `store`).
 
-    gloo opens the connection between two hosts from the host with the higher address. If only the other
-    direction fails, that is an error with `both_ways`, and otherwise a warning.
+    gloo connects two hosts from the host with the higher address. If only the other direction fails, this
+    raises an error if `both_ways` is true, and logs a warning otherwise.
 
     Raises:
         RetryableError: on all ranks, with one line for each direction that fails between two hosts.
@@ -79,7 +79,7 @@ def check_links(
 
 @contextlib.contextmanager
 def _answering(listener: socket.socket, limit_s: float) -> Iterator[Endpoint]:
-    """Answer every connection to `listener` in a thread, and yield the endpoint of `listener`."""
+    """Within the context, answer every connection to `listener` in a thread; yield the endpoint."""
     token = secrets.token_hex(8)
 
     def answer() -> None:

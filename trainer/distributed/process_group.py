@@ -38,7 +38,7 @@ _COMMUNICATION_ERRORS = ("gloo/", "pair closure", "NCCLException", "NCCL operati
 
 @contextmanager
 def process_group(settings: DistributedConfig, both_ways: bool = False) -> Iterator[Ranks]:
-    """Join the other processes, like `watched_process_group`, in programs that don't need the watch."""
+    """Join the other processes like `watched_process_group`, for programs that don't need the watch."""
     with watched_process_group(settings, both_ways=both_ways) as (ranks, _):
         yield ranks
 
@@ -58,7 +58,7 @@ def watched_process_group(
     and delay the exception.
 
     Args:
-        is_stopped: returns whether a signal has already requested a stop.
+        is_stopped: returns whether a signal has requested a stop.
         here: the rank info to use instead of the launcher's.
         check_batch_sizes: raises UserError if the batch can't be divided among a number of ranks. The run
             then ends instead of continuing without the lost ranks.
@@ -139,7 +139,6 @@ def watched_process_group(
 
 
 def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: dist.Store) -> Ranks:
-    """Initialize the default process group with all ranks in `store`."""
     local_rank, local_world_size = local_rank_and_size(here, hosts)
     device, ranks_per_gpu = _device(settings, local_rank, local_world_size, hosts, here)
     backend = settings.backend or accelerator.backend_of(device)
@@ -170,7 +169,7 @@ def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: 
 
 
 def _without_system_exit(error: BaseException) -> BaseException:
-    """Turn a sys.exit() of user code into an error with a traceback, since other ranks wait for this rank."""
+    """Turn sys.exit() in user code into an error with a traceback, because other ranks wait for this rank."""
     if isinstance(error, SystemExit):
         failure = RuntimeError(f"sys.exit({error.code!r}) was called in the middle of the run")
         return failure.with_traceback(error.__traceback__)

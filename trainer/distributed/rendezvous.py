@@ -1,4 +1,4 @@
-"""The rendezvous of the ranks of a run: in torchrun's store, at a port of rank 0, or in a file."""
+"""The rendezvous of a run's ranks: in torchrun's store, at a port on rank 0's host, or in a file."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def join(
 
     Args:
         introduction: plain values that this rank sends to the other ranks.
-        is_stopped: returns whether a signal has already requested a stop.
+        is_stopped: returns whether a signal has requested a stop.
 
     Returns:
         The store of the run, the index of each rank's host, and each rank's introduction. Ranks on one host
@@ -62,7 +62,7 @@ def join(
 def _in_time(
     action: Callable[[], _T], here: RankInfo, timeout: timedelta, is_stopped: Callable[[], bool]
 ) -> _T:
-    """Return the result of `action`, or raise RetryableError if an unreachable store makes it hang."""
+    """Return the result of `action`. Raise RetryableError if it hangs because the store is unreachable."""
     results: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
@@ -208,7 +208,7 @@ def _answer_requests(store: dist.Store, name: str, done: threading.Event) -> Non
 
 
 def local_rank_and_size(here: RankInfo, hosts: list[int]) -> tuple[int, int]:
-    """Return the local rank and local world size, as the launcher set them or from the host of each rank."""
+    """Return the local rank and local world size, from the launcher or from the host of each rank."""
     if here.local_rank is not None and here.local_world_size is not None:
         return here.local_rank, here.local_world_size
     local_ranks = [rank for rank, host in enumerate(hosts) if host == hosts[here.rank]] or [here.rank]

@@ -26,7 +26,7 @@ _group_sockets = set[int]()  # the inodes of sockets of this process
 
 
 class Shrunk(Exception):  # noqa: N818, not an error: the run continues
-    """The run continues in this process, with a new rank, from its newest checkpoint."""
+    """Raised to continue the run in this process, with a new rank, from the newest checkpoint."""
 
     def __init__(self, rank_info: RankInfo, run_dir: Path) -> None:
         super().__init__(f"continues as rank {rank_info.rank} of {rank_info.world_size}")
@@ -44,7 +44,7 @@ def check_launcher(here: RankInfo, hosts: Sequence[int]) -> None:
 
 
 def unsupported(device: torch.device, backend: str, addresses: Sequence[str | None]) -> str | None:
-    """Return why survivors cannot continue here after other ranks have failed; None if they can."""
+    """Return why survivors cannot continue after other ranks have failed; None if they can."""
     if device.type != "cpu" or backend != "gloo":
         return f"only gloo on CPUs can drop a dead rank, but this run uses {backend} on {device.type}"
     if len({is_loopback(address) for address in addresses}) > 1:
@@ -54,7 +54,7 @@ def unsupported(device: torch.device, backend: str, addresses: Sequence[str | No
 
 @contextlib.contextmanager
 def connecting() -> Iterator[None]:
-    """Record the connections of groups that are created within the block, for `cut`."""
+    """Record the connections of groups that are created within the block, so that `cut` can close them."""
     before = _sockets().keys()
     yield
     _group_sockets.update(_sockets().keys() - before)

@@ -27,9 +27,9 @@ _MISTAKES = (UserError, NameError, AttributeError, TypeError, KeyError, ImportEr
 def dry_run_of_evaluation(run: Run) -> None:
     """Evaluate the first validation batch without side effects (a collective).
 
-    This uses a copy of the task, and does nothing if the task can't be copied. `summarise` may need more than
-    one batch, for example samples of each class, so errors in it that may come from the data are only
-    warnings.
+    This uses a copy of the task, and does nothing if the task can't be copied. Errors in `summarise` that a
+    lack of data may explain are only warnings, because it may need more than one batch, for example samples
+    of each class.
 
     Raises:
         UserError: the evaluation fails, or does not return a metric that a setting names.
@@ -98,7 +98,7 @@ def _metric_names(task: Task) -> Collection[str]:
 
 
 def _lenient(summarise: Callable[[Any], dict[str, float]], failures: list[str]) -> Callable[[Any], Any]:
-    """Wrap `summarise` so that errors that too few samples can cause go to `failures`, not to the caller."""
+    """Wrap `summarise` so that errors that may be due to a lack of samples go to `failures`."""
 
     def attempt(gathered: Any) -> Any:
         try:
@@ -113,6 +113,5 @@ def _lenient(summarise: Callable[[Any], dict[str, float]], failures: list[str]) 
 
 
 def _in_collective(error: Exception) -> bool:
-    """Return whether a collective raised the error, which another rank may have caused."""
     collectives, frames = Path(torch.distributed.__file__).parent, traceback.extract_tb(error.__traceback__)
     return any(Path(frame.filename).is_relative_to(collectives) for frame in frames)

@@ -38,7 +38,7 @@ class GatheredParameters:
                 ]
 
     def compare_root(self) -> None:
-        """Compare the root's parameters again, because the loss may have changed them since."""
+        """Compare the root's parameters again, which the loss may have changed."""
         self._after_forward("", self._model)
 
     def close(self) -> None:
@@ -80,6 +80,5 @@ class GatheredParameters:
 
 
 def _gathered(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the gathered parameters of a unit, without those of nested units."""
     named = module.named_parameters(prefix)
     return ((name, parameter) for name, parameter in named if not is_dtensor(parameter))

@@ -4,9 +4,10 @@ It is repeated when a step changes which parameters are trainable, because DDP m
 
 Buffers, extra state, global random generators and gradients are restored afterwards. In new and resumed runs
 alike, DDP rebuilds its buckets after this pass, in the order in which gradients became ready. This matters,
-because the position of an element determines the order in which an all-reduce adds the ranks' values, and so
-the last bit of the sum. User code that counts its calls in plain attributes, or draws from its own generator,
-does so one more time. After a resume, `Checkpointer.check` restores weights that the pass changed.
+because the position of an element in a bucket determines the order in which an all-reduce adds the ranks'
+values, and so the last bit of the sum. User code that counts its calls in plain attributes, or draws from its
+own generator, does so one more time. After a resume, `Checkpointer.check` restores weights that the pass
+changed.
 """
 
 import copy
@@ -138,7 +139,6 @@ def _compare_data(run: Run, first: Mapping[int, int]) -> None:
 
 
 def _run_pass(run: Run, batch: Any, number: int, last: bool, gathered: "GatheredParameters | None") -> None:
-    """Run the forward and backward pass of micro-batch `number`; check the loss of the first micro-batch."""
     enter = run.ranks.heartbeat.enter
 
     def on_loss(loss: Any, parts: Any) -> Tensor:
@@ -175,7 +175,7 @@ def state_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _check_loss(run: Run, loss: Any, gathered: "GatheredParameters | None") -> None:
-    """Raise UserError if the loss has no gradient, or uses other parameters on other ranks (a collective)."""
+    """Raise UserError if the loss has no gradient, or depends on different parameters on different ranks."""
     refuse_changed_by_loss(run)
     names: dict[Tensor, str] = {p: name for name, p in run.state.model.named_parameters()}
     if gathered is not None:
@@ -240,12 +240,12 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
-    """Return the version counter of each parameter, which also counts writes of equal values."""
+    """Return the version counter of each parameter, which also increases if equal values are written."""
     return {name: 0 if p.is_inference() else version_of(p) for name, p in model.named_parameters()}
 
 
 def _changed(model: nn.Module, weights: Mapping[str, int], versions: Mapping[str, int]) -> list[str]:
-    """Return the names of parameters that were written since, including writes that torch did not count."""
+    """Return the names of parameters that were written after `versions`, even if torch did not count it."""
     if not weights:
         return []
     by_bits, now = changed_bits(weights, model.named_parameters()), _versions(model)
@@ -272,7 +272,7 @@ def _drop_gradients(model: nn.Module) -> None:
 
 
 def _refuse_changed_weights(changed: Sequence[str]) -> None:
-    """Raise UserError if weights changed: with train.exact, a chunk must not affect the next one."""
+    """Raise UserError if weights changed, because with train.exact a chunk must not affect the next one."""
     if changed:
         raise UserError(
             f"train.exact: the forward or backward pass changes {changed[0]}, so that the result for a chunk "

@@ -1,6 +1,6 @@
-"""Average buffers that a forward pass changes, such as running statistics, over the chunks of a step.
+"""Average the buffers that forward passes change, such as running statistics, over the chunks of a step.
 
-Integer buffers, such as a count of batches, are not averaged: they must be equal after every chunk.
+Integer buffers, such as a count of batches, are not averaged and must be equal after every chunk.
 """
 
 import torch
@@ -52,7 +52,7 @@ class ChunkBuffers:
         self._results.append(self._copies())
 
     def discard(self) -> None:
-        """Restore the buffers to their values before the first chunk, and forget the chunks so far."""
+        """Restore the buffers to their values before the first chunk, and discard the chunks so far."""
         if self._results:
             self._restore()
             self._results = []

@@ -1,11 +1,11 @@
-"""Check that `train.exact` gives the same bits if ranks are killed, and their number and strategy change.
+"""Check that `train.exact` gives the same bits when ranks are killed and their number and strategy change.
 
     python -m trainer.exact.challenge [--minutes 2] [--seed N] [--folder DIR] [--device cuda]
 
-The program trains an MLP on handwritten digits twice: without interruption in one process, and in legs. Each
-leg starts a random number of ranks with a random strategy, and ends with a SIGKILL of one rank or all of
-them. The next leg resumes from the last checkpoint, and the last leg trains to the end. The exit status is 1
-if the two models have different hashes.
+The program trains an MLP on handwritten digits twice: without interruption in one process, and in parts
+called legs. Each leg starts a random number of ranks with a random strategy, and ends with a SIGKILL to one
+rank or to all ranks. The next leg resumes from the last checkpoint, and the last leg trains to the end. The
+exit status is 1 if the two models have different hashes.
 """
 
 import json
@@ -44,7 +44,7 @@ class Leg(NamedTuple):
 
 
 def run(leg: Leg, run_dir: Path, number: int = 0, device: str = "cpu") -> None:
-    """Start the ranks, kill the victims, and wait for all. Raises UserError if other ranks failed."""
+    """Start the ranks, kill the victims, and wait until all ranks end. Raise UserError if the leg fails."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
     variables |= {"WORLD_SIZE": leg.ranks, "LOCAL_WORLD_SIZE": leg.ranks}
@@ -67,10 +67,8 @@ def run(leg: Leg, run_dir: Path, number: int = 0, device: str = "cpu") -> None:
             process.kill()
         statuses = [process.wait() for process in ranks]
     if num_alive or (any(statuses) and not leg.victims):
-        raise UserError(
-            f"{leg} failed: {num_alive} ranks were still alive after {DEADLINE_S:.0f} s; exit statuses "
-            f"{statuses}\n{log.read_text()[-3000:]}"
-        )
+        late = f" after {DEADLINE_S:.0f} s, when {num_alive} ranks were still alive," if num_alive else ""
+        raise UserError(f"{leg} failed{late} with exit statuses {statuses}\n{log.read_text()[-3000:]}")
 
 
 def last_step(run_dir: Path) -> int:

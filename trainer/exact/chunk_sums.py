@@ -1,9 +1,9 @@
 """Sums of gradients in integers, so that the bits do not depend on the order and grouping of additions.
 
 A chunk is a fixed part of the global batch. Its gradient is truncated to multiples of 2**-50, so that the
-chunks of all ranks can be added as int64 by any all-reduce or reduce-scatter. Gradients with NaN, Inf or
-numbers beyond a limit cannot be converted: they are counted, the count is sent as an additional element, and
-the sum becomes NaN.
+chunks of all ranks can be added as int64 by any all-reduce or reduce-scatter. NaN, Inf and numbers beyond a
+limit are invalid: the gradients that contain them are counted, the count is sent as an additional element,
+and the sum becomes NaN.
 
 Source: J. Demmel and H. D. Nguyen, "Parallel reproducible summation", 2015.
 """
@@ -35,7 +35,7 @@ def limit(num_chunks: int) -> float:
 
 
 class Encoder:
-    """Converts gradients of chunks to integers and adds them. Scratch buffers are allocated once."""
+    """Converts gradients of chunks to integers and adds them, in scratch buffers that are allocated once."""
 
     def __init__(self, num_chunks: int) -> None:
         self._limit = limit(num_chunks)
@@ -49,7 +49,7 @@ class Encoder:
         return self._message[:numel].zero_()
 
     def add(self, sums: Tensor, count: Tensor, gradient: Tensor) -> None:
-        """Add `gradient` to `sums`, both (numel,); add the number of its invalid parts to `count`."""
+        """Add `gradient` to `sums`, both (numel,); count invalid gradients in `count`."""
         (self._add_on_cpu if gradient.is_cpu else self._add)(sums, count, gradient)
 
     def _add(self, sums: Tensor, count: Tensor, gradient: Tensor) -> None:
@@ -130,7 +130,7 @@ class ChunkSums:
 
     @torch.no_grad()
     def add_chunk(self) -> None:
-        """Add the gradients of a chunk to the sums, and set them to None; sparse ones raise UserError."""
+        """Add the gradients of a chunk to the sums, and set the gradients to None."""
         if not self._groups:
             self._groups = _grouped(list(self.parameters))
             self._offsets = {
@@ -158,7 +158,7 @@ class ChunkSums:
 
     @torch.no_grad()
     def write_gradients(self) -> None:
-        """Set the gradients of parameters that had a gradient in some chunk to their sums."""
+        """Set the gradient of each parameter that had a gradient in any chunk to the sum over the chunks."""
         for group in self._groups:
             decode(group.sums[: len(group.small)], group.count, group.small)
             for number, (parameter, start) in enumerate(zip(group.parameters, group.offsets, strict=True)):
@@ -182,7 +182,7 @@ class ChunkSums:
 
     @torch.no_grad()
     def message(self, bucket: dist.GradBucket) -> "Message":
-        """Return the sums of all chunks for a bucket, including the gradients in it, to be all-reduced."""
+        """Return the sums over all chunks for a bucket, including the gradients in the bucket itself."""
         row, index = bucket.buffer(), bucket.index()
         message = self._messages.get(index)
         if message is None or len(message) != len(row) + 1:  # DDP rebuilds its buckets once
@@ -204,7 +204,7 @@ class ChunkSums:
 
 
 class Message:
-    """The contents of a DDP bucket as integers, followed by the count of invalid parts."""
+    """A DDP bucket as integers, followed by the number of its invalid gradients."""
 
     def __init__(self, sums: Tensor, bucket: dist.GradBucket, checks: SumChecks = NO_CHECKS) -> None:
         self._sums, self._gradients, self.is_last = sums, bucket.buffer(), bucket.is_last

@@ -1,9 +1,9 @@
 """Sums of losses, metrics, buffers and squared norms in integers, so that the order does not matter.
 
-`trainer.exact.chunk_sums` represents each number of a gradient by one integer. The numbers here are fewer and
-may have any magnitude, so each is split into digits in base 2**32, and the digits are added as int64. Sums of
-numbers below 2**128, the range of fp32, are exact down to 2**-160. NaN, Inf and larger numbers are counted,
-and make the sum NaN or Inf. Up to 2**31 numbers can be added.
+`trainer.exact.chunk_sums` represents each number of a gradient by one integer. The numbers in this module are
+fewer and may have any magnitude, so each is split into digits in base 2**32, and the digits are added as
+int64. Sums of numbers below 2**128, the range of fp32, are exact down to 2**-160. NaN, Inf and larger numbers
+are counted, and make the sum NaN or Inf. Up to 2**31 numbers can be added.
 """
 
 import math

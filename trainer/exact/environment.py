@@ -26,7 +26,7 @@ def prepare(device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return the facts by name. Equal facts, data and settings give equal bits."""
+    """Return the facts by name. Runs with equal facts, data and settings have equal bits."""
     facts = {
         "torch": torch.__version__,
         "how torch was built": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
@@ -54,8 +54,8 @@ def exact_facts(
 ) -> dict[str, Any] | None:
     """Return the facts of an exact run for checkpoints and result.json; None if it is not exact.
 
-    They are `leaves`, the number of chunks; `ground`, the environment; and `since`, the step since which both
-    have been the same. Rank 0 logs a warning if they differ from those in the checkpoint.
+    They are `leaves`, the number of chunks; `ground`, the environment; and `since`, the step from which on
+    neither has changed. Rank 0 logs a warning if they differ from those in the checkpoint.
     """
     if num_chunks is None:
         return None

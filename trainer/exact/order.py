@@ -25,7 +25,7 @@ _ELEMENTWISE = (AdamW, Adam, SGD, RMSprop, NAdam)  # tested: shards of any size 
 
 
 class ByChunks(SumOrder):
-    """Adds gradients and losses by chunks, which are fixed parts of each global batch, as integers."""
+    """Adds gradients and losses as integers, chunk by chunk; chunks are fixed parts of each global batch."""
 
     by_chunks = True
 
@@ -126,7 +126,7 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _row_squares(gradient: Tensor) -> Tensor:
-    """Return the sum of squares of each row, by additions whose order depends only on the length of a row."""
+    """Return the sum of squares of each row, added in an order that depends only on its length."""
     if not gradient.numel():
         return gradient.new_zeros(0, dtype=torch.float32)
     rows = gradient.float().square().reshape(num_rows(gradient.shape), -1)

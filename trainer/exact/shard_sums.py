@@ -39,7 +39,7 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def own_parameters(unit: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the module and attribute name of a unit's own parameters, in torch's order."""
+    """Return the module and the attribute name of each of a unit's own parameters, in torch's order."""
     nested = {
         m
         for child in unit.modules()
@@ -113,7 +113,7 @@ class ShardSums:
         decode(self._sums[:-1], self._sums[-1], output_tensor)
 
     def _num_elements(self, world: int) -> int:
-        """Return the size of the shard as padded by torch, which divides rows into equal parts."""
+        """Return the size of the shard, including torch's padding, which makes all shards equal."""
         return sum(self._sizes(world).values())
 
     def _sizes(self, world: int) -> dict[nn.Parameter, int]:

@@ -24,21 +24,21 @@ class SumChecks:
         """Called once, after the parameters of the model are on their device and sharded."""
 
     def begin_step(self) -> None:
-        """Forget what was recorded; called before the first chunk of a step."""
+        """Discard the records of the previous step; called before the first chunk of a step."""
 
     def chunk(self) -> AbstractContextManager:
         """Return the context of one chunk."""
         return nullcontext()
 
     def adding(self, segments: Segments) -> AbstractContextManager:
-        """Return the context in which (a part of) a chunk's gradient is added to the sums `segments`."""
+        """Return the context in which all or part of a chunk's gradient is added to the sums `segments`."""
         return nullcontext()
 
     def sent(self, sums: Tensor) -> None:
-        """Called with the sums (numel,) that this rank sends, or with a row (ranks, numel) for each rank."""
+        """Check the sums that this rank sends: (numel,), or (ranks, numel) with a row for each rank."""
 
     def received(self, sums: Tensor) -> None:
-        """Called with the sums that this rank has received."""
+        """Check the sums that this rank has received."""
 
 
 NO_CHECKS = SumChecks()
@@ -50,7 +50,7 @@ class LinearChecks(SumChecks):
     No method waits for the device.
 
     Attributes:
-        observed: the chunk to hash, counted from 0 on this rank; None for none.
+        observed: the index, among this rank's chunks, of the chunk to hash; None: hash no chunk.
         hashes: the hash of each parameter's gradient in this chunk, in the order of the model's parameters;
             replaced by each step.
     """
@@ -99,8 +99,8 @@ class LinearChecks(SumChecks):
     def balance(self) -> Tensor:
         """Return a tensor (ranks,), whose sum over ranks is 0 for each rank that received the right sums.
 
-        An element is the sum of what was sent to a rank minus the sum of what that rank has received. An even
-        number of flips of the highest bit in one step is not detected.
+        Each element is the sum of what was sent to a rank minus the sum of what that rank has received. An
+        even number of flips of the highest bit in one step is not detected.
         """
         balance = torch.zeros(self._world_size, dtype=torch.int64, device=self._device)
         for sums in self._sent:

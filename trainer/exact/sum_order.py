@@ -1,4 +1,4 @@
-"""The default order of summation over micro-batches and ranks; order.py has the summation by chunks."""
+"""The default order of summation over micro-batches and ranks; order.py implements summation by chunks."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class SumOrder:
     checks: SumChecks = NO_CHECKS  # observe the numbers that are added, sent and received
 
     def sum_of(self, numbers: Sequence[Tensor]) -> Tensor:
-        """Return the sum of `numbers`, of equal shapes, in a form to which more can be added."""
+        """Return the sum of `numbers`, which have equal shapes, in a form in which such sums can be added."""
         return double(torch.stack(list(numbers))).sum(0) if len(numbers) > 1 else double(numbers[0])
 
     def numbers(self, sums: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class SumOrder:
         return self.numbers(sum_over_ranks(sums.contiguous()))
 
     def mean_over(self, num_replicas: int) -> int:
-        """Return the number by which sums of losses and gradients over ranks are divided afterwards."""
+        """Return the number by which to divide sums of losses and gradients over ranks."""
         return num_replicas
 
     def attach(self, model: nn.Module, shards: Sequence[ShardSums] = (), reduces: bool = False) -> None:
@@ -54,13 +54,13 @@ class SumOrder:
         """Sum the gradients of the parameters that now require gradients, from the next step on."""
 
     def check(self, optimizer: Optimizer, sharded: bool) -> None:
-        """Raise UserError if the optimizer may update shards differently from the same rows of a tensor."""
+        """Raise UserError if the optimizer may update a shard differently than rows of a whole tensor."""
 
     def begin_step(self) -> None:
         """Clear the sums at the start of a step."""
 
     def discard(self) -> None:
-        """Forget the chunks of the step so far, and restore the buffers that they changed."""
+        """Discard the chunks of the step so far, and restore the buffers that they changed."""
 
     def chunk(self, last: bool) -> AbstractContextManager:
         """Return the context for one forward and backward pass of a step."""

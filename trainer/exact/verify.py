@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def burn_in(settings: config.Config, minutes: float) -> int:
-    """Compare the ranks for `minutes`, and return the number of chunks that they computed (a collective).
+    """Compare the results of all ranks for `minutes`; return the number of computed chunks (a collective).
 
     Raises:
         UserError: there is only one rank.

@@ -1,1 +1,1 @@
-"""Handling of failures: heartbeats, the watch that reads them, the diagnosis, and the end of the run."""
+"""Handle failures: heartbeats, the watch that reads them, the diagnosis, and the end of the run."""

@@ -1,4 +1,4 @@
-"""Diagnose which rank failed first, as a pure function of observations of every rank."""
+"""Diagnose which rank failed first, with pure functions of observations of every rank."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,19 +21,20 @@ class Observed:
         position: the number of phases entered, as in a heartbeat.
         buckets: the number of gradient buckets sent.
         bucket: the last bucket sent in this phase, if any.
-        heard_s: the age of the observation: 0 on this host, otherwise the age of the host's last report.
+        heard_s: the age of the observation: 0 for this host, otherwise the age of the other host's last
+            report.
         silent_s: time since its last progress.
-        asleep_s: time since the rank's own watch was last awake.
+        asleep_s: time since the watch thread of the rank was last awake.
         state: running | stopped (by SIGSTOP or a debugger) | dead.
         ended_s: time since it died or recorded its end.
-        death: how it died, if observed.
+        death: how the rank died, if observed.
         status: the exit status that it recorded, if any.
         error: the last line of the exception that it recorded.
         orderly: whether this exception is a `RunEndError`, which usually all ranks raise.
         symptom: whether this exception is a communication error, which another rank may have caused.
         where: file, line and function of the innermost frame of user code, or else of the innermost frame.
-        waits: whether its stack shows that it is waiting for communication.
-        waited_s: how long its stacks have shown such a wait at the same location.
+        waits: whether its stack shows a wait for communication.
+        waited_s: how long its stacks have shown a wait at the same location.
         worker: a description of its data worker, if that is stuck.
         patience_s: the longest time for which it may wait for the disk; 0 if it is not waiting for the disk.
         finished: the last step whose state is complete in its memory; 0 if unknown.
@@ -71,14 +72,14 @@ class Observed:
 
     @property
     def failed_by_itself(self) -> bool:
-        """Whether the rank recorded an exception that no other rank caused, or died without recording one."""
+        """Whether the rank died without an exception, or with an exception that no other rank caused."""
         if self.status is None:
             return self.state == "dead"
         return self.status != 0 and not self.symptom
 
     @property
     def ended_ago_s(self) -> float:
-        """The time since the rank ended; 0 or the age of the observation if it has not."""
+        """The time since the rank ended; if it has not, 0 or the age of the observation."""
         return (self.ended_s or 0.0) + self.heard_s
 
     @property
@@ -127,7 +128,7 @@ class Failure:
 
 
 def is_usable(rank: Observed) -> bool:
-    """Return whether the rank can save or continue, because it is at work or waits for the diagnosis."""
+    """Return whether the rank can save or continue, because it is working or waiting for the diagnosis."""
     is_awake = rank.asleep_s < ASLEEP_S and rank.heard_s < UNHEARD_S
     return rank.state == "running" and is_awake and (rank.status is None or rank.symptom)
 
@@ -137,7 +138,7 @@ def diagnose(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Fai
 
     Args:
         pressing: whether the communication of a rank has failed, and other ranks have had time to report a
-            cause. Otherwise, a rank fails only by ending or by a silence of `timeout_s`.
+            cause. Otherwise, a rank counts as failed only if it has ended or been silent for `timeout_s`.
     """
     ranks = sorted(ranks, key=lambda rank: rank.rank)
     if failure := _first_that_ended(ranks):
@@ -148,7 +149,7 @@ def diagnose(ranks: Sequence[Observed], timeout_s: float, pressing: bool) -> Fai
 
 
 def _first_that_ended(ranks: Sequence[Observed]) -> Failure | None:
-    """Return the failure of the rank that was the first to fail by itself; None if no rank did."""
+    """Return the failure of the first rank that failed by itself; None if no rank did."""
     ended = [rank for rank in ranks if rank.failed_by_itself]
     if not ended:
         return None
@@ -168,8 +169,8 @@ def _stuck(ranks: Sequence[Observed], timeout_s: float) -> bool:
 
     Silence alone is not a failure: a phase such as the set-up or a save may take a long time on all ranks,
     and slightly longer on one. The rank that is behind all others waits for none of them. If no rank is
-    behind, all ranks must be silent. Before the second step, torch may compile on all ranks for that long, so
-    a rank must also have waited at the same location for most of that time.
+    behind, all ranks must be silent. Before the second step, torch may compile for that long on all ranks.
+    Therefore, one of the ranks must also have waited at the same location for most of that time.
     """
     alive = [rank for rank in ranks if rank.status is None or rank.symptom]
     if len(alive) < 2:
@@ -219,7 +220,7 @@ def _may_block_others(quiet: Sequence[Observed]) -> Sequence[Observed]:
 
 
 def stand_still(ranks: Sequence[Observed], for_s: float) -> bool:
-    """Return whether several ranks are at work, and none has made progress for `for_s` seconds."""
+    """Return whether several ranks are working, and none has made progress for `for_s` seconds."""
     alive = [rank for rank in ranks if rank.status is None]
     return len(alive) > 1 and all(rank.silent_s >= for_s for rank in alive)
 
@@ -262,7 +263,7 @@ def _lost(unheard: Sequence[Observed]) -> Failure:
 
 
 def _unknown(ranks: Sequence[Observed]) -> Failure:
-    """Return the failure if communication failed although every process seems to be alive."""
+    """Return the failure to report if communication failed although every process seems to be alive."""
     reported = [rank for rank in ranks if rank.symptom] or list(ranks)
     first = max(reported, key=lambda rank: rank.ended_s or 0.0)
     message = f"cannot continue in {first.doing}: {first.error or 'all ranks are waiting'}"

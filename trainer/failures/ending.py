@@ -31,8 +31,8 @@ class Ending:
 
     Attributes:
         reports: the exchange of reports with other hosts.
-        save: this rank's part in saving on failure.
-        survivors: the ranks, including this one, that have decided to continue without the failed ranks.
+        save: saves this rank's state, or makes another rank save.
+        survivors: the ranks, including this rank, that will continue without the failed ranks.
         run_dir: the directory of failure.json and stacks/; None before it exists.
     """
 
@@ -79,7 +79,7 @@ class Ending:
         self._cut, self._check_batch_sizes = cut, check_batch_sizes
 
     def send_last_report(self) -> None:
-        """Send a last report to the other hosts, because no rank on this host can report later."""
+        """Send a last report to the other hosts, because no rank on this host can report after it."""
         self._heartbeat.tick()  # so that no other rank on this host takes over in the meantime
         self.reports.close(self._observe())
 
@@ -87,7 +87,7 @@ class Ending:
         return [neighbour.observe() for neighbour in self._here.values()]
 
     def declare(self, failure: Failure, everyone: Sequence[Observed]) -> None:
-        """End the run with this host's failure, or with the failure that another host declared earlier."""
+        """End the run with `failure`, or with the failure that another host declared earlier."""
         culprit = next(rank for rank in everyone if rank.rank == failure.ranks[0])
         if failure.kind == "orderly" and culprit.ended_ago_s < ALONE_S:
             return  # usually, all ranks raise the same error
@@ -99,9 +99,9 @@ class Ending:
     def _agreed(self, failure: Failure) -> Failure:
         """Return the failure that a host declared first, or `failure` if the store does not respond.
 
-        If it doesn't, its host may be lost, so the next host saves, too. After a network partition, both
-        sides may save, which does no harm: run_dir has a lock, and the second rank finds the step already
-        saved.
+        If the store doesn't respond, its host may be lost, so another host saves, too. After a network
+        partition, both sides may save, which does no harm: run_dir has a lock, and the second rank finds the
+        step already saved.
         """
         if (agreed := self.reports.agree(failure, timeout_s=1.0)) is not None:
             return agreed
@@ -109,7 +109,7 @@ class Ending:
         return replace(failure, saving_host=host, survivors=())
 
     def prints_traceback(self, failure: Failure) -> bool:
-        """Return whether the failed rank is on this host and still printing its traceback."""
+        """Return whether the failed rank is on this host and is still printing its traceback."""
         if failure.kind != "raised" or failure.ranks[0] not in self._here:
             return False
         culprit = self._here[failure.ranks[0]].observe()
@@ -162,7 +162,7 @@ class Ending:
         self.continue_with(failure.survivors)
 
     def _with_survivors(self, failure: Failure, everyone: Sequence[Observed]) -> Failure:
-        """Return the failure with its survivors, or with the reason why there are none."""
+        """Return `failure` with its survivors, or with the reason why there are none."""
         if self._cut is None:
             return failure
         # When a rank dies, torchrun kills its other ranks on the host.
@@ -197,7 +197,7 @@ class Ending:
         time.sleep(seconds)
 
     def exit(self, status: int) -> None:
-        """Write this rank's last collectives, and exit with the `status` chosen by this host's leader."""
+        """Write this rank's last collectives, and exit with `status`, from this host's leader."""
         _with_deadline(exit_report.write_collectives, self.run_dir, self._rank)
         exit_report.exit_now(status)
 
@@ -211,14 +211,14 @@ class Ending:
         exit_report.write_collectives(run_dir, self._rank)
 
     def _record(self, failure: Failure) -> None:
-        """Write failure.json, unless the failure is an orderly end and `writes_to` has excluded those."""
+        """Write failure.json, except for an orderly end if `writes_to` got `orderly=False`."""
         run_dir = self.run_dir if self._writes_orderly or failure.kind != "orderly" else None
         facts = {"status": failure.status, **failure.facts, "message": failure.message, "kind": failure.kind}
         if run_dir is not None and failure_file.write(run_dir, facts | {"attempt": self._attempt}):
             self._written_to = run_dir
 
     def exit_when_orphaned(self) -> None:
-        """Exit if the launcher died, and the stop that its death requested takes too long."""
+        """Exit if the launcher has died and the orderly stop after its death takes too long."""
         if os.getppid() == self._parent:
             return
         now = time.monotonic()
@@ -245,7 +245,7 @@ class Ending:
         self._record(Failure(ranks or (self._rank,), "orderly", status, message, facts))
 
     def print_at_exit(self) -> None:
-        """Print the failure after the traceback, because no other rank on this host can print it."""
+        """Print the failure after the traceback, because no other rank on this host can do so."""
         own = replace(self._here[self._rank].observe(), symptom=False)
         failure = diagnose([own], self._timeout_s, pressing=False)
         if failure is None:

@@ -1,4 +1,4 @@
-"""Print and write the failure at the end of a run, then exit immediately."""
+"""Print and write the failure at the end of a run, and exit immediately."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ def print_failure(failure: Failure, num_ranks: int, run_dir: Path | None) -> Non
     """Print the failure, unless it is an orderly end, which each rank prints itself.
 
     Args:
-        run_dir: the directory of failure.json, if it was written.
+        run_dir: the directory of failure.json; None if the file was not written.
     """
     if failure.kind == "orderly":
         return

@@ -1,4 +1,4 @@
-"""A process's state in memory that other processes on its host can read, even if it is stuck or dead.
+"""The heartbeat: a process's state in memory that other processes on its host can read at any time.
 
 A rank records the phases that it enters, and its data workers record the samples that they read. Recording
 needs no lock, and no system call other than reading the clock. Times are in nanoseconds of CLOCK_MONOTONIC,
@@ -38,25 +38,25 @@ _NAMES = list(PHASES)
 
 
 class Beat(ctypes.Structure):
-    """The record of a rank or a data worker, as integers.
+    """The record of a rank or a data worker; all fields are integers.
 
     Attributes:
         position: the number of phases entered so far. All ranks enter the same phases in the same order, so
-            the others wait for the rank with the smallest position.
+            the other ranks wait for the rank with the smallest position.
         phase: one of PHASES.
         step: the current optimizer step, counted from 1; 0 before the first.
         bucket: the last bucket of gradients sent in this phase, if any; `buckets` counts all buckets.
         index: the index of the sample being read, or of the first sample of the batch; None between batches.
         progress_ns: the time of the last progress: a phase, a bucket or a sample.
         tick_ns: the time at which the watch of the process was last awake; 0 without a watch.
-        at_disk: the number of threads that wait for the disk.
-        disk_ns: the longest time that they may wait.
+        at_disk: the number of threads that are waiting for the disk.
+        disk_ns: the longest time for which they may wait.
         finished: the last step whose state is complete in memory; 0 if unknown.
-        resumed_ns: the time at which the watch woke up after a pause; 0 without a pause.
+        resumed_ns: the time at which the watch woke up after a pause; 0 if there was none.
         disk_progress_ns: the time at which a thread last started or ended a disk operation; 0 before the
             first. It is separate, because an asynchronous save is not progress of the current step.
         num_workers: the number of data workers that may have a record.
-        note_bytes: the length of all notes.
+        note_bytes: the total length of the notes.
     """
 
     _fields_ = tuple(
@@ -93,7 +93,7 @@ def _number(name: str) -> Any:
 
 
 class Heartbeat:
-    """The record of this process, which no other process writes, and the records of its data workers.
+    """The record of this process, which no other process changes, and the records of its data workers.
 
     Attributes:
         step: the current optimizer step, counted from 1; set it before entering the phases of a step.
@@ -131,7 +131,7 @@ class Heartbeat:
             own.position += 1
 
     def skip(self, phases: tuple[str, ...], times: int) -> None:
-        """Enter `phases` several times, so that a rank with less work does not seem to be behind."""
+        """Enter `phases` `times` times, so that a rank with less work does not seem to be behind."""
         for phase in phases * times:
             self.enter(phase)
 
@@ -140,7 +140,7 @@ class Heartbeat:
         self.beat()
 
     def rest(self) -> None:
-        """Record that a data worker's batch is complete."""
+        """Record that this data worker's batch is complete."""
         self.read(_NONE)
 
     def reserve(self, num_workers: int) -> int:
@@ -161,12 +161,12 @@ class Heartbeat:
         self._own.progress_ns = time.monotonic_ns()
 
     def disk_may_take(self, seconds: float) -> None:
-        """Set the longest silence that is allowed within `at_disk`."""
+        """Set the longest time without progress that is allowed within `at_disk`."""
         self._own.disk_ns = int(seconds * 1e9)
 
     @contextlib.contextmanager
     def at_disk(self) -> Iterator[None]:
-        """Mark a disk operation, in any thread, that may run long without visible progress, such as fsync."""
+        """Mark a disk operation, in any thread, that may take long without progress, such as fsync."""
         self._count_at_disk(1)
         try:
             yield
@@ -228,7 +228,7 @@ class Records:
         return Beat.from_buffer_copy(self._memory, number * _RECORD_BYTES)
 
     def notes(self) -> dict[str, Any]:
-        """Return the notes of the process; they contain a `status` once it ends."""
+        """Return the notes of the process, which contain its exit `status` once it ends."""
         lines = self._memory[_NOTES : _NOTES + self.main().note_bytes].splitlines()
         return {name: value for line in lines for name, value in json.loads(line).items()}
 

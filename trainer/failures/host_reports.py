@@ -1,4 +1,4 @@
-"""Exchange reports about ranks between hosts through the store, and agree on one failure.
+"""Exchange reports about ranks between hosts through the store, and agree on a failure.
 
 A separate thread does this, because a call to a store on an unreachable host may block for minutes.
 """
@@ -38,7 +38,7 @@ class HostReports:
     Attributes:
         failure: the failure of the run, once a host has declared one.
         counts: the number of reports read, by host.
-        suspicion: identifies a rank that seems to keep others waiting, and its position; None if all is well.
+        suspicion: a rank that seems to keep other ranks waiting, and its position; None if there is none.
         ended: the hosts whose last report has been read.
     """
 
@@ -72,7 +72,7 @@ class HostReports:
             self._thread.start()
 
     def set_own(self, own: Sequence[Observed], eager: bool) -> None:
-        """Set this host's report. If it is `eager`, because something is wrong, write and read often."""
+        """Set this host's report; if `eager`, because something is wrong, write and read reports often."""
         self._begin()
         self._own = list(own)
         if eager and not self._eager:
@@ -87,7 +87,7 @@ class HostReports:
         self._answered_at = self._eager_since = now
 
     def stop(self) -> None:
-        """Stop reporting, because another rank reports for this host now."""
+        """Stop reporting, because another rank now reports for this host."""
         self._own, self._eager = [], False
 
     def others(self) -> list[Observed]:
@@ -107,8 +107,8 @@ class HostReports:
     def confirmed(self, suspicion: Hashable, host: int) -> bool:
         """Return whether `host` has sent two reports since the suspicion arose; always true for this host.
 
-        An earlier or delayed report may show a previous position of a rank, which then seems to block other
-        ranks.
+        An earlier or delayed report may show an old position of a rank, so that the rank seems to block
+        others.
         """
         if suspicion != self.suspicion:
             self.suspicion, self._counts_before = suspicion, dict(self.counts)
@@ -218,7 +218,7 @@ class HostReports:
 
 
 def _report(name: str, ranks: Sequence[Observed]) -> bytes:
-    """Return a compressed report: after a failure, each host often reads the reports of all other hosts."""
+    """Return a report, compressed because after a failure each host often reads all other hosts' reports."""
     return zlib.compress(json.dumps([name, [dataclasses.astuple(rank) for rank in ranks]]).encode())
 
 

@@ -77,7 +77,7 @@ class Neighbour:
             os.close(self.death_fd)
 
     def look_for_death(self) -> bool:
-        """Return whether the rank is dead, and record when and how it died."""
+        """Return whether the rank is dead; if so, record when and how it died."""
         is_alive = self.death_fd != -1 and not self._poll.poll(0)
         if not is_alive and self.died_at_ns is None and processes.state(self.member.pid) == "dead":
             self.died_at_ns = time.monotonic_ns()
@@ -88,8 +88,8 @@ class Neighbour:
         """Return an observation of the rank.
 
         Args:
-            since_ns: the time at which all ranks on this host were awake again after a suspension. Silence
-                before that time does not count.
+            since_ns: the time at which all ranks on this host were awake again after a suspension. Time
+                before that does not count as silence.
         """
         beat, note, now = self.records.main(), self.records.notes(), time.monotonic_ns()
         member, frames = self.member, None
@@ -131,7 +131,7 @@ class Neighbour:
     def busy_workers(self, beat: Beat, error: str = "") -> list[Beat]:
         """Return the data workers that are in the middle of a batch.
 
-        Outside the phases that wait for data workers, return only the workers whose pids are in `error`.
+        Outside the phases that wait for data workers, return only workers whose pids are in `error`.
         """
         if beat.phase not in _MAY_READ and not error:
             return []
@@ -141,7 +141,7 @@ class Neighbour:
         return [worker for worker in busy if str(worker.pid) in re.findall(r"\d+", error)]
 
     def stuck_worker(self, error: str = "") -> str | None:
-        """Describe the data worker that this rank waits for: a dead worker, or the slowest one.
+        """Describe the data worker that this rank waits for: a dead worker, or else the slowest worker.
 
         torch raises an error about a dead worker in any phase; `error` then contains its pid.
         """
@@ -162,8 +162,8 @@ class Neighbour:
     def end_workers(self, idle: bool) -> None:
         """After a failure, kill the data workers that are reading a batch; with `idle`, kill all of them.
 
-        Otherwise, this process would wait at its exit for workers that may never end, even after a SIGTERM.
-        In a process that continues, the garbage collector would wait 5 s for each worker.
+        If they lived, this process would wait at its exit for workers that may never end, even after a
+        SIGTERM. In a process that continues, the garbage collector would wait 5 s for each worker.
         """
         with contextlib.suppress(ValueError):  # not in the main thread, so torch's handler stays
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -43,7 +43,7 @@ def parent(pid: int) -> int | None:
 
 
 def death_of(pid: int) -> str | None:
-    """Return how a process died; None once its parent has collected its status."""
+    """Return how a process died; None if its parent has already collected its status."""
     fields = _stat(pid)
     if fields is None or fields[0] not in "ZX" or len(fields) < 50:
         return None
@@ -57,7 +57,7 @@ def death_of(pid: int) -> str | None:
 
 
 def nameless_file(name: str) -> int:
-    """Return the descriptor of an empty file without a name; other processes open it at `path_of_fd`."""
+    """Return the descriptor of a new file without a name, which other processes open at `path_of_fd`."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:  # macOS

@@ -1,4 +1,4 @@
-"""Save the last finished step after a failure, and choose which ranks save and which ones continue.
+"""Save the last finished step after a failure, and choose which ranks save and which ranks continue.
 
 Collectives are no longer possible. The leader of a host notes in its heartbeat which rank must save, and that
 rank answers in its own heartbeat. If that rank dies as well, the next rank on the host saves.
@@ -27,17 +27,17 @@ class LastStep(Protocol):
     """
 
     def freeze(self, failed: bool) -> int:
-        """Prevent changes of the state, and return its step.
+        """Prevent changes to the state, and return its step.
 
         Args:
             failed: whether the main thread has ended.
         """
 
     def save(self) -> bool:
-        """Save a checkpoint without other ranks; return False if this step was saved before."""
+        """Save a checkpoint without the other ranks; return False if this step has already been saved."""
 
     def thaw(self) -> None:
-        """Allow changes of the state again."""
+        """Allow changes to the state again."""
 
 
 def savers(ranks: Sequence[Observed], blamed: Sequence[int], own: int | None = None) -> list[Observed]:
@@ -89,7 +89,7 @@ def find_survivors(ranks: Sequence[Observed], failure: Failure, by_host: bool) -
 
 
 class SaveOnFailure:
-    """This rank's part in saving on failure.
+    """Saves this rank's state after a failure, or makes another rank on the host save.
 
     Attributes:
         last_step: the state to save; None until a single rank can save it.
@@ -110,17 +110,17 @@ class SaveOnFailure:
         return any({"saver", "survivors"} & each.records.notes().keys() for each in self._here.values())
 
     def serve(self) -> None:
-        """Start saving if a leader of this host has chosen this rank."""
+        """Start saving if the leader of this host has chosen this rank to save."""
         chosen = (neighbour.records.notes().get("saver") for neighbour in self._here.values())
         if self.last_step is not None and self._thread is None and self._rank in chosen:
             self._thread = threading.Thread(target=self._save, name="save on failure", daemon=True)
             self._thread.start()
 
     def lead(self, failure: Failure, wait: Callable[[float], None]) -> str:
-        """If this is the saving host, make one of its ranks save. Return a description of the outcome.
+        """If this host must save, make one of its ranks do so; return a description of the outcome.
 
         Args:
-            wait: sleeps for a number of seconds, and shows that this rank is awake.
+            wait: function that sleeps for a number of seconds, and shows that this rank is awake.
         """
         if not self._heartbeat.step or (self.last_step is None and self.why_not is None):
             return ""

@@ -43,7 +43,7 @@ _asking = threading.Lock()
 
 
 class Stacks:
-    """The memory for the stacks of this process, which other processes can read even after its death."""
+    """The stacks of this process, in memory that other processes can read even after its death."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(nameless_file("ringmaster-stacks"), "r+b", buffering=0)
@@ -123,7 +123,7 @@ def ask(readers: Sequence[tuple[int, StackReader]], timeout_s: float = 0.4) -> l
 
 
 def _ask(readers: Sequence[tuple[int, StackReader]], number: int, timeout_s: float) -> dict[int, str]:
-    """Send signal `number` to each process, and return the answers that arrive within the timeout, by pid."""
+    """Send signal `number` to each process; return the stacks that arrive within the timeout, by pid."""
     begins = {pid: reader.size() for pid, reader in readers}
     for pid in begins:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -165,7 +165,7 @@ def frames_of_exception(error: BaseException) -> list[Frame]:
 
 
 def where(frames: Sequence[Frame]) -> str | None:
-    """Return the location of the innermost frame of user code, else of the trainer, else of any code."""
+    """Return the location of the innermost frame of user code, or else the trainer, or else any code."""
     users = [frame for frame in frames if not _is_library(frame[0]) and not frame[0].startswith(_ROOT)]
     ours = [frame for frame in frames if frame[0].startswith(_ROOT)]
     # Skip train.py, a test or another caller of the trainer, whose frames are the outermost.
@@ -181,7 +181,7 @@ def where(frames: Sequence[Frame]) -> str | None:
 
 
 def waits(frames: Sequence[Frame]) -> bool:
-    """Return whether the innermost relevant frame is in code that waits for other ranks."""
+    """Return whether the innermost frame that matters is in code that waits for other ranks."""
     for file, _, _ in frames:
         is_other_library = (
             _is_library(file) and "torch" not in Path(file).parts and not file.startswith(_ROOT)

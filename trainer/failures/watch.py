@@ -1,7 +1,7 @@
 """A thread that reads heartbeats, reports the rank that failed first, and ends the ranks that wait for it.
 
-Each rank has a watch. On each host, the lowest rank whose watch is awake leads: only this leader makes the
-diagnosis, informs other hosts and prints, and then the other ranks exit. All waits for the store, a rank or a
+Each rank has a watch. On each host, the lowest rank whose watch is awake leads: only this leader diagnoses
+the failure, informs other hosts and prints; then the other ranks exit. All waits for the store, a rank or a
 disk have short deadlines.
 """
 
@@ -73,7 +73,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the watch after a success, or if the end is reported in another way."""
+        """Stop the watch after a success, or if the end of the run is reported in another way."""
         self._stop_looking()
         self.ending.reports.close()
         self._stacks.close()
@@ -100,9 +100,9 @@ class Watch:
     def end_or_continue(self, error: BaseException, symptom: bool) -> tuple[int, ...]:
         """Record for the other ranks that this rank ends with `error`.
 
-        With a `symptom`, which is an error that another rank may have caused, the watch ends the process when
-        it knows the cause, unless survivors continue. So the method returns only with survivors, or if the
-        watch itself fails.
+        If the error is a `symptom`, which another rank may have caused, the watch ends the process when it
+        knows the cause, unless survivors continue. In that case, the method returns only if there are
+        survivors, or if the watch itself fails.
 
         Returns:
             The survivors, including this rank; empty if this rank ends.

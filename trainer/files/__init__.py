@@ -1,1 +1,1 @@
-"""Atomic file writes, new directories, addresses, and checked reads of untrusted files."""
+"""Atomic file writes, new directories, remote files, and checked reads of untrusted files."""

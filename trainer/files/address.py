@@ -1,4 +1,4 @@
-"""Files and folders that fsspec can access, such as in a bucket, with the methods of Path that are needed."""
+"""Files and folders at a URL, such as in a bucket, with methods like those of Path."""
 
 import contextlib
 import io
@@ -33,10 +33,10 @@ class RefusedError(UnreachableError, NoAccessError):
 
 @dataclass(unsafe_hash=True)
 class Address:
-    """An address in the syntax of fsspec: s3://bucket/folder, file:///folder.
+    """A URL in the syntax of fsspec, such as s3://bucket/folder or file:///folder.
 
-    Listings are not cached, because other processes write there. Credentials come from the environment or the
-    configuration of fsspec. Reads are attempted four times.
+    Listings are not cached, because other processes may change the folder. Credentials come from the
+    environment or the configuration of fsspec. Reads are attempted four times.
 
     Raises:
         FileNotFoundError: on reading, if the file or folder does not exist.
@@ -76,7 +76,7 @@ class Address:
             raise (RefusedError if is_permanent else UnreachableError)(message) from error
 
     def _query(self, query: Callable[[Any, str], _T]) -> _T:
-        """Return the result of `query`, a function of the file system and the path that changes nothing."""
+        """Return the result of `query`, a function of the file system and the path without side effects."""
         for pause_s in (*_PAUSES_S, None):
             try:
                 with self._translated_errors():
@@ -154,12 +154,12 @@ class Address:
         return data
 
     def open(self, mode: str) -> IO[bytes]:
-        """Open a small file for reading; its contents are read at once."""
+        """Open a small file for reading; its whole contents are read immediately."""
         assert mode == "rb"
         return io.BytesIO(self.read())
 
     def write(self, data: bytes, create: bool = False) -> None:
-        """Write `data` to this file, or with `create` raise FileExistsError if it exists.
+        """Write `data` to this file; with `create`, raise FileExistsError if it exists.
 
         After an error the previous file is unchanged, except on stores that show incomplete files. If two
         processes create a file, one fails, except on stores that do not support this.
@@ -170,7 +170,7 @@ class Address:
         self._replace(lambda fs, path: fs.pipe_file(path, data, mode=mode))
 
     def put(self, file: Path) -> None:
-        """Copy the local `file` to this address. On errors, see `write`."""
+        """Copy the local `file` to this URL; for errors, see `write`."""
         self._replace(lambda fs, path: fs.put_file(str(file), path))
 
     def _replace(self, write: Callable[[Any, str], None]) -> None:

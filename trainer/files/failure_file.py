@@ -15,7 +15,7 @@ END_FILE = "RINGMASTER_END_FILE"  # the variable in which launch=local names the
 
 
 def write(run_dir: Path, facts: dict[str, Any]) -> bool:
-    """Write `facts`, with `status` and `message`, atomically; return whether it succeeded. Never raises."""
+    """Write `facts`, including `status` and `message`, atomically. Return False on failure; never raise."""
     if not run_dir.is_dir():
         return False  # it is on another host's disk, or the run ended before creating it
     with contextlib.suppress(OSError), atomic_file(run_dir / NAME) as file:
@@ -33,7 +33,7 @@ def read(run_dir: Path) -> dict[str, Any] | None:
 
 
 def written_at(run_dir: Path) -> int | None:
-    """Return the file's modification time in ns, which changes with each run or attempt that writes it."""
+    """Return the file's modification time in ns, which changes whenever a run or attempt writes it."""
     with contextlib.suppress(OSError):
         return (run_dir / NAME).stat().st_mtime_ns
     return None
@@ -52,7 +52,7 @@ def report_to_launcher(status: int, message: str) -> None:
 
 
 def end_file() -> Path | None:
-    """Return the file in which this attempt's ranks on this host report how they ended, if any.
+    """Return the file to which this attempt's ranks on this host write how they ended, if any.
 
     The launcher reads it to decide whether to restart: a restart cannot fix a user error, and after a
     retryable error the next attempt waits. Under torchrun the file is in the directory of the attempt.

@@ -10,7 +10,7 @@ _MAX_SHOWN = 300  # characters
 
 
 def load_json(path: Any) -> dict[str, Any]:
-    """Return the JSON object in the file at `path`, a Path or an address, or raise OSError or UserError."""
+    """Return the JSON object in the file at `path`, a Path or an `Address`, or raise OSError or UserError."""
     with path.open("rb") as file:
         return read_json(path, file.read())
 
@@ -37,10 +37,10 @@ def printable(text: object, limit: int = _MAX_SHOWN) -> str:
 
 
 def first_five(items: Iterable[object]) -> str:
-    """Return `first_few` of the items, each escaped."""
+    """Return `first_few` of the items, with unprintable characters escaped."""
     return first_few(map(printable, items))
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of an error from other code on one line; its type if it has no message."""
+    """Return the message of a third-party error on one line; its type if it has no message."""
     return printable(first_line(error))

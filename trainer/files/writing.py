@@ -14,7 +14,7 @@ from trainer.errors import UserError, kind_of
 
 @contextmanager
 def atomic_file(path: Path, on_disk: bool = False) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` on exit; after an error, `path` is unchanged.
+    """Open a temporary file that replaces `path` on exit, unless an error occurs.
 
     With `on_disk`, wait until the data is on disk, so that the file is complete even after a power failure.
     """

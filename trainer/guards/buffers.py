@@ -1,6 +1,6 @@
-"""Compare the buffers of ranks after forward passes, before a common value replaces them.
+"""Compare buffers across ranks after forward passes, before a common value replaces them.
 
-This value is that of rank 0 or, with train.exact, the mean.
+The common value is rank 0's or, with train.exact, the mean.
 """
 
 import logging
@@ -46,7 +46,7 @@ class BufferCheck:
         self._warned: set[str] = set()
 
     def hashes(self) -> Tensor:
-        """Wait for the device; return the hash of each buffer and its complement, int64 (2, buffers)."""
+        """Wait for the device; return each buffer's hash and the hash's complement, int64 (2, buffers)."""
         by_name = bit_hashes((name, getattr(*at)) for name, at in self._locations.items())
         hashes = torch.tensor([*by_name.values()], dtype=torch.int64)
         return torch.stack([hashes, ~hashes])

@@ -29,25 +29,25 @@ class Snapshot:
     """The interface of `FailureSnapshot`, for runs that do not save on failure."""
 
     def note_changed_weights(self, names: Sequence[str]) -> None:
-        """Set the parameters that a forward pass changes, as the dry run has found; they are not copied."""
+        """Note the parameters that a forward pass changes, of which the snapshot has no copies."""
 
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Return a context for the update of `step`; close it after the progress has counted the step."""
+        """Return the context for the update of `step`; exit it after `Progress` has counted the step."""
         yield
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context for a wait for the device within `update`.
+        """Return the context for a wait for the device within `update`.
 
-        The wait never ends if a rank that it depends on has died. The update may be queued on the device, but
-        its step is not counted yet.
+        The wait never ends if another rank that the device waits for has died. The update may be queued on
+        the device, but its step is not counted yet.
         """
         yield
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Return a context for any other change to the state that a checkpoint contains."""
+        """Return the context for any other change to the state that a checkpoint contains."""
         yield
 
 
@@ -142,7 +142,6 @@ class FailureSnapshot(Snapshot):
             self._lock.release()
 
     def _lock_between_updates(self, timeout_s: float) -> bool:
-        """Acquire the lock while no update is in progress; return False on timeout."""
         deadline = time.monotonic() + timeout_s
         while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             if not self._update_started():
@@ -168,7 +167,7 @@ class FailureSnapshot(Snapshot):
         }
 
     def _own_stream(self) -> Any:
-        """Use a separate stream, because the main thread's stream may wait forever for a dead rank."""
+        """Within the context, use a separate stream: the main thread's may wait forever for a dead rank."""
         accelerator.use(self._ranks.device)  # the current device is per thread
         return accelerator.on(self._stream)
 
@@ -182,7 +181,7 @@ def build_snapshot(
     ranks: Ranks,
     failure_save: SaveOnFailure | None,
 ) -> tuple[KeptBuffers | None, Snapshot]:
-    """Return copies of the buffers, if the run needs them, and the snapshot that the watch saves."""
+    """Return copies of the buffers, if the run needs them, and the snapshot for the watch to save."""
     on_failure = failure_save if config.checkpoint.on_failure else None
     if on_failure is not None:
         on_failure.why_not = strategy.incomplete_reason

@@ -59,7 +59,7 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Copy the kept values back to the buffers. Raises as `kept` does."""
+        """Copy the kept values back to the buffers. Raises the errors of `kept`."""
         for name, value in self.kept().items():
             getattr(*self._locations[name]).copy_(value)
 

@@ -1,4 +1,4 @@
-"""Compare the parameters and optimizer state of replicas by hash.
+"""Compare hashes of the parameters and optimizer state of replicas.
 
 Because gradients are averaged, a rank whose memory or arithmetic failed once would continue with parameters
 that differ from those of its replicas. Nobody would notice: losses differ between ranks anyway, and a
@@ -31,7 +31,7 @@ class ReplicaCheck:
     """Compares the replicas of each group every few steps and before each save.
 
     A check reads each parameter and each tensor of the optimizer once, on its device, and gathers 8 bytes
-    from each rank. Hashes of single tensors are gathered only if these differ.
+    from each rank. The hash of each tensor is gathered only if the hashes of the whole state differ.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ReplicaCheck:
     def _error(
         self, step: int, by_rank: Sequence[int], all_hashes: Sequence[Mapping[str, int]]
     ) -> ReplicasDifferError:
-        """Return the error, which names the ranks outside the majority; without a majority, all ranks."""
+        """Return the error. It names the ranks outside the majority or, without a majority, all ranks."""
         describe, suspects, differences = self._ranks.describe, [], []
         for group in self._groups:
             ranked = Counter(by_rank[rank] for rank in group).most_common()
@@ -123,7 +123,7 @@ def _overall(hashes: Mapping[str, int]) -> int:
 
 
 def _first_difference(hashes: Mapping[str, int], expected: Mapping[str, int]) -> str:
-    """Return the name of the first tensor that differs, and the number of others that differ."""
+    """Return the name of the first tensor that differs, and the number of other tensors that differ."""
     names = [*expected, *(hashes.keys() - expected.keys())]
     different = [name for name in names if hashes.get(name) != expected.get(name)]
     return first_few(different, 1)

@@ -64,11 +64,11 @@ class UnsavedState:
         self._first = self._before = dict(self._attributes()) if compares else {}
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Ignore these attributes of the task, which each step sets."""
+        """Ignore the attributes `names` of the task, because each step sets them."""
         self._ignored.update(names)
 
     def start(self, saved: Mapping[str, Sequence[int]]) -> None:
-        """Compare with the fingerprints in a checkpoint. Call it after the dry run.
+        """Start, by comparing with the fingerprints in a checkpoint. Call it after the dry run.
 
         Args:
             saved: the result of `compare_at_save` for the checkpoint that the run resumed from.
@@ -142,7 +142,7 @@ class UnsavedState:
 
 
 def fingerprint(value: Any, known: Collection[int]) -> Fingerprint | None:
-    """Return the size and a checksum of the comparable parts of `value`; None if traversing it fails.
+    """Return the size and a checksum of the comparable parts of `value`; None if they can't be traversed.
 
     Args:
         known: ids of objects to skip, with their contents.

@@ -1,6 +1,6 @@
 """Find a device that produces wrong results: another rank recomputes a chunk, and the bits must match.
 
-Gradients are added over ranks, so silent errors of one device spoil every replica in the same way. With
+Gradients are added over ranks, so a silent error on one device affects every replica in the same way. With
 `train.exact`, any rank computes the bits of any chunk, so two ranks can be compared without a threshold, even
 if the device repeats its error.
 """
@@ -50,7 +50,7 @@ class Verification:
         Called before the first micro-batch of a step.
 
         Args:
-            micro_batches: of this rank, on the CPU.
+            micro_batches: those of this rank, on the CPU.
             num_labels: returns the number of labels in all chunks of the step, except ignored ones.
         """
 
@@ -65,7 +65,7 @@ class Verification:
         """Called when the weights of the next step are complete."""
 
     def weights_may_change(self) -> AbstractContextManager:
-        """Return a context within which weights may change other than by the update."""
+        """Return the context of a change to weights other than the update."""
         return nullcontext()
 
 
@@ -73,9 +73,9 @@ class GradientVerification(Verification):
     """Compares the gradient of one chunk of each rank with another rank's recomputation every few steps.
 
     The recomputation comes first in a step, when no parameter has a gradient and buffers have the values from
-    which each chunk starts. In every step, it also compares the sums that ranks received with those that were
-    sent and, under fsdp, each rank's shards with their bits after the last update. That takes one all-reduce
-    of a number per rank, for which the CPU waits.
+    which each chunk starts. In every step, this also compares the sums that ranks received with the sums that
+    were sent and, under fsdp, each rank's shards with their bits after the last update. This takes one
+    all-reduce of a number per rank, for which the CPU waits.
 
     Args:
         every: steps between recomputations.
@@ -317,7 +317,7 @@ class GradientVerification(Verification):
 
 
 class ShardCheck:
-    """Detects that this rank's shards changed without an update, because no other rank has a copy of them."""
+    """Detects changes to this rank's shards outside an update; no other rank has a copy to compare."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
@@ -337,7 +337,7 @@ class ShardCheck:
             self._changed = changed | self._changed.to(changed.device)
 
     def num_changed(self) -> Tensor:
-        """Return the number of parameters that have changed since `note`, as a tensor (1,)."""
+        """Return the number of parameters that have changed since `note`, as a tensor of shape (1,)."""
         self._compare()
         return self._changed.sum().view(1)
 
@@ -347,7 +347,7 @@ class ShardCheck:
 
     @contextmanager
     def may_change(self) -> Iterator[None]:
-        """Return a context within which user code may change the weights."""
+        """Return the context of user code that may change the weights."""
         self._compare()
         yield
         self.note()
@@ -363,7 +363,7 @@ def offsets(hosts: Sequence[int]) -> list[int]:
 
 
 def vote(computed: Sequence[tuple[int, Hashes]]) -> tuple[list[int], int, int]:
-    """Return the ranks outside the majority, the majority's size, and the first parameter that differs.
+    """Return the ranks outside the majority, the majority's size, and the first differing parameter.
 
     Without a majority, no ranks are returned.
 
@@ -383,7 +383,7 @@ def vote(computed: Sequence[tuple[int, Hashes]]) -> tuple[list[int], int, int]:
 
 
 def _exclude(hosts: Sequence[str]) -> dict[str, str]:
-    """Return how to keep hosts out of the next job, by scheduler."""
+    """Return how to exclude hosts from the next job, for each scheduler."""
     nodes = " ".join(f"$(kubectl get pod {host} -o jsonpath={{.spec.nodeName}})" for host in hosts)
     return {"slurm": f"--exclude={','.join(hosts)}", "kubernetes": f"kubectl cordon {nodes}"}
 

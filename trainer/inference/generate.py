@@ -28,12 +28,12 @@ def generate(
 
     Args:
         model: maps tokens (1, T) to logits (1, T, vocabulary); in evaluation mode.
-        prompt: 1 to block_size tokens.
+        prompt: from 1 to block_size tokens.
         block_size: the context length of the model, in tokens.
         vocab_size: size of the tokenizer's vocabulary; the model's may be larger, such as a multiple of 64.
         generator: a CPU generator; a seed gives the same tokens on every device, except for rounding.
         temperature: divides the logits; values below 1 favor likely tokens, and 0 selects the likeliest.
-        top_k: draw only from this many of the likeliest tokens; None for all.
+        top_k: draw only from this number of the likeliest tokens; None: from all tokens.
         use_cache: use a key-value cache, from the model's `empty_cache()` (see models.gpt).
     """
     assert 0 < len(prompt) <= block_size

@@ -18,7 +18,7 @@ Columns = Mapping[str, Any]
 
 
 def write_csv(file: BinaryIO, columns: Columns) -> None:
-    """Write a header and a line for each sample; each value of a tensor's row gets a column."""
+    """Write a header and a line for each sample, with a column for each value in a row of a tensor."""
     flat: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column, Tensor) and column.ndim > 1:
@@ -69,7 +69,7 @@ def _numbers(tensor: Tensor) -> np.ndarray:
 
 
 def _plain(numbers: np.ndarray) -> list[Any]:
-    """Return a list, in which a float32 prints as 0.1, not as 0.10000000149011612."""
+    """Return a list; a float32 prints as 0.1, not as 0.10000000149011612."""
     is_short = numbers.dtype in (np.float16, np.float32)
     plain: list[Any] = (numbers.astype(str).astype(np.float64) if is_short else numbers).tolist()
     return plain

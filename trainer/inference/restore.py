@@ -97,7 +97,7 @@ def restored_run(config: Config, checkpoint: str) -> Iterator[RestoredRun]:
 
 
 def restored_model(config: Config, checkpoint: str) -> nn.Module:
-    """Return the model with the weights of `checkpoint`, on the CPU, without changing random generators."""
+    """Return the model with the weights of `checkpoint`, on the CPU; random generators stay unchanged."""
     with generators_kept():
         model, frozen, _ = _initial(config, Agreement(), local_rank=0, sharded_over=None)
         model.fill(model.module)
@@ -111,7 +111,7 @@ def _initial(
 ) -> tuple[InitialModel, dict[str, str], Callable[[], Any]]:
     """Return the initial model, its `frozen_digests`, and a function that builds the training data.
 
-    Initial weights are only read if checkpoints lack the frozen ones.
+    Initial weights are read only if checkpoints lack frozen parameters.
     """
     train_set = functools.cache(lambda: build_dataset(config.data, "train"))
     read_by = None if config.checkpoint.frozen else (agreement, local_rank)
@@ -120,7 +120,7 @@ def _initial(
 
 
 def _facts(config: Config, train_set: Callable[[], Any]) -> Any:
-    """Return the training data if settings that depend on it are missing, otherwise None."""
+    """Return the training data if the settings lack values that depend on it, otherwise None."""
     is_known = config.data.images.mean is not None and "auto" not in dict(leaves(config.model)).values()
     return None if is_known else train_set()
 
@@ -157,7 +157,7 @@ def held_out(restored: RestoredRun, by_chunks: bool = True) -> tuple[Any, EvalLo
 
 
 def _batch(train: TrainConfig, strategy: Strategy) -> BatchSplit:
-    """Return the batch split of training, for bit-identical sums, or a similar one if it is not divisible."""
+    """Return the batch split of training, for bit-identical sums, or a similar split if it doesn't fit."""
     size, micro = train.global_batch_size, train.known_micro_batch_size
     try:
         return split_for(train, strategy)

@@ -1,4 +1,4 @@
-"""A trained run in a program: its model, and predictions for given samples, without the run's data."""
+"""A trained run for use in a program: its model, and predictions for given samples."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -53,8 +53,8 @@ class TrainedRun:
         """
         if not offers(self.task, "predict"):
             raise UserError(
-                f"data.task={type(self.task).__name__} cannot make predictions, because it has no method "
-                "predict (see trainer.tasks.Task)"
+                f"data.task={type(self.task).__name__} cannot make predictions, because it has no `predict` "
+                "method (see trainer.tasks.Task)"
             )
         if isinstance(samples, str | Path) or not hasattr(samples, "__len__"):
             raise UserError(f"predict() expects a list of samples, but got a {type(samples).__name__}")
@@ -89,8 +89,8 @@ class TrainedRun:
         read = getattr(get_class(settings.pop("_target_")), "unlabelled", None)
         if read is None:
             raise UserError(
-                f"{path} is a path, but {self.config.data.dataset['_target_']} has no method "
-                "unlabelled(path) to read it; pass samples as the dataset returns them"
+                f"{path} is a path, but {self.config.data.dataset['_target_']} has no `unlabelled(path)` "
+                "method to read it; pass samples as the dataset returns them"
             )
         try:
             return read(str(path), **settings)

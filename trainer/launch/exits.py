@@ -39,7 +39,7 @@ def ends_its_threads() -> Iterator[None]:
     """End the program even if non-daemon threads of user code are still running.
 
     Otherwise, Python would wait for these threads, and the launcher for Python. Without such threads, the
-    process exits as usual, so that a profiler, a debugger or a caller in this process notices its end.
+    process exits as usual, so that a profiler, a debugger or a caller in this process notices the exit.
     """
     try:
         yield
@@ -52,7 +52,6 @@ def ends_its_threads() -> Iterator[None]:
 
 
 def _is_idle_in_pool(thread: threading.Thread) -> bool:
-    """Return whether the thread is idle in a ThreadPoolExecutor, in which case Python ends it."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None or frame.f_back is None or frame.f_globals["__name__"] != "concurrent.futures.thread":
         return False
@@ -115,7 +114,7 @@ def exits() -> Iterator[None]:
 
 
 def _repeat_final_error() -> None:
-    """Raise the previous error if a restart cannot help, because torchrun restarts after any error."""
+    """Raise the previous attempt's error if a restart cannot help, because torchrun always restarts."""
     file_of_end, restarts = failure_file.end_file(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if file_of_end is not None and restarts:
         file_of_end = file_of_end.parents[1] / f"attempt_{restarts - 1}" / file_of_end.name
@@ -139,7 +138,7 @@ def refuse_sweep_in_ranks() -> None:
 
 
 def _print_once(message: str) -> None:
-    """Print a message that several ranks may have: on rank 0 at once, on another rank only if rank 0 doesn't.
+    """Print a message that several ranks may have: rank 0 at once, another rank only if rank 0 doesn't.
 
     The first rank to print binds an abstract socket address derived from the message, and keeps it until it
     exits.

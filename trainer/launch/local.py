@@ -1,4 +1,4 @@
-"""launch=local: start the processes of a run on this host and wait until all have ended.
+"""launch=local: start the processes of a run on this host and wait until all processes have ended.
 
 The module does not import torch, so that the launcher starts fast. Each rank is a new interpreter, so a
 program that has used CUDA can launch a run, too.
@@ -88,7 +88,7 @@ def _attempt(
     """Start the ranks and wait until they end; return what `launch` returns.
 
     Args:
-        shrinks: whether the other ranks continue when a signal kills some of them.
+        shrinks: whether the remaining ranks continue when a signal kills a rank.
     """
     ranks: list[subprocess.Popen[bytes]] = []
     printers: list[threading.Thread] = []
@@ -151,7 +151,7 @@ def _copy(pipe: IO[bytes], out: IO[str], rank: int) -> None:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], shrinks: bool) -> list[int | None]:
-    """Return all exit codes; after a failure, wait only for the grace period (None: still running)."""
+    """Return all exit codes. After a failure, wait only for the grace period (None: still running)."""
     deadline = float("inf")
     while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
         if deadline == float("inf") and any(code and (code > 0 or not shrinks) for code in codes):

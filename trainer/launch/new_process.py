@@ -1,4 +1,4 @@
-"""Start this program in a new process and session, which ends when the process that started it ends."""
+"""Start this program in a new process and session, which end when the process that started them ends."""
 
 import os
 import resource
@@ -36,8 +36,9 @@ def start(
         argv: overrides and Hydra options, such as `run_dir=D launch=local launch.processes=2`.
         module: a module to run instead of train.py, as in python -m trainer.evaluate.
         python: the interpreter that runs `module`.
-        devices: the GPUs visible to the process, as in CUDA_VISIBLE_DEVICES; None: all visible GPUs.
-        launcher: the launcher that starts the ranks, which then do not launch anything themselves.
+        devices: the GPUs for CUDA_VISIBLE_DEVICES; None: all GPUs that are visible to this process.
+        launcher: the name of the launcher that starts ranks; the ranks then do not launch anything
+            themselves.
         environment: additional environment variables.
         popen: arguments of subprocess.Popen (stdout, cwd, ...).
     """
@@ -55,7 +56,7 @@ def start(
 
 
 def variables_for_ranks(launcher: str | None) -> dict[str, str]:
-    """Return environment variables with the launcher's name and the import path of the user's classes."""
+    """Return environment variables with the launcher's name and the import path for the user's classes."""
     variables = {PATH: os.pathsep.join(_user_folders()), "PYTHONUNBUFFERED": "1"}
     return variables if launcher is None else variables | {_LAUNCHER: launcher}
 
@@ -87,7 +88,7 @@ def raise_file_limit() -> None:
 
 
 def extend_path() -> None:
-    """Make `_target_`s importable from the current directory, or from the folders that `start` passed on."""
+    """Make each `_target_` importable from the current directory, or the folders that `start` passed on."""
     given = os.environ.get(PATH)
     folders = [str(Path.cwd())] if given is None else given.split(os.pathsep)
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
@@ -104,7 +105,7 @@ def _user_folders() -> list[str]:
 
 
 def remember_script() -> None:
-    """Make `program` return the user's script or module, which may register resolvers."""
+    """Make `program` return the user's script or module, which may register OmegaConf resolvers."""
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file and (script := Path(file).resolve()) == Path(sys.argv[0]).resolve():

@@ -157,7 +157,7 @@ def _is_interactive_shell(pid: str) -> bool:
 
 
 def _source(variables: Mapping[str, str]) -> _LauncherVariables | None:
-    """Return the most reliable source, if any; raise UserError if sources contradict each other."""
+    """Return the most reliable source, if any. Raise UserError if sources contradict each other."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _is_set(source, variables)]
     # A launcher of a single task may be nested: in a shell within srun, or with one srun per rank.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:
@@ -210,7 +210,7 @@ def _check_nested_torchrun(variables: Mapping[str, str], outer: _LauncherVariabl
         raise UserError(
             f"{_shown(variables, outer.world_size)}, but torchrun's GROUP_WORLD_SIZE=1: each task of "
             f"{outer.launcher} would start a run of its own; pass --nnodes and --rdzv-endpoint to torchrun, "
-            "or start without it"
+            "or start the run without torchrun"
         )
 
 
@@ -255,7 +255,7 @@ def _rendezvous_address(variables: Mapping[str, str], source: _LauncherVariables
 
 
 def derived_port(job: str) -> int:
-    """Return a port that all ranks of a job can derive, and that rarely equals another job's port."""
+    """Return a port that all ranks of a job can compute, and that rarely equals another job's port."""
     return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
 
 

@@ -19,9 +19,9 @@ class StopRequest:
     """A flag that is set by SIGTERM, SIGINT, SIGHUP, SIGUSR1 or the death of the launcher.
 
     Signals are handled while the ``with`` block runs; a second signal ends the process. The flag is local to
-    this process; in each step, ranks agree on it through `StepVote`. Enter the block in the main thread, to
-    which Python delivers signals. Handlers run between two bytecodes, so a rank that waits in a collective
-    reacts when the collective returns.
+    this process; in each step, `StepVote` combines the flags of all ranks. Enter the block in the main
+    thread, to which Python delivers signals. Handlers run between two bytecodes, so a rank that waits in a
+    collective reacts when the collective returns.
 
     Args:
         launched: whether this process must not outlive its parent, such as torchrun's agent.
@@ -68,7 +68,7 @@ class StopRequest:
 
 
 def signal_at_parents_death(number: int = signal.SIGKILL) -> None:
-    """Make the kernel send signal `number` to this process when the parent thread ends, on Linux."""
+    """On Linux, make the kernel send signal `number` to this process when the parent thread ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 

@@ -1,6 +1,6 @@
-"""launch=slurm: submit the run as a job, with a readable script, in which srun starts the ranks.
+"""launch=slurm: submit the run as a job, with a readable script that starts the ranks with srun.
 
-srun sets the rank of each task, and sends the signal before the time limit to every rank, not only to rank 0.
+srun sets the rank of each task. Before the time limit, it sends a signal to every rank, not only to rank 0.
 """
 
 import shlex
@@ -89,7 +89,7 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
 
 
 def _listed(job: str, *options: str) -> bool:
-    """Return whether squeue lists the job; without options, it lists jobs that have not ended."""
+    """Return whether squeue lists the job; without options, squeue lists jobs that have not ended."""
     asked = ["squeue", "--noheader", "--format=%i", f"--jobs={job}", *options]
     return bool(subprocess.run(asked, capture_output=True, check=False, timeout=60).stdout.strip())
 
@@ -98,7 +98,7 @@ def _script(settings: SlurmLaunchConfig, folder: Path, command: str, shrinks: bo
     """Return the batch script, in which a requeued job resumes from its newest checkpoint.
 
     Args:
-        shrinks: whether the other tasks continue when a task has died.
+        shrinks: whether the remaining tasks continue when a task dies.
     """
     asked = {
         "job-name": "ringmaster",

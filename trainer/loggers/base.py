@@ -14,11 +14,11 @@ METHODS = ("scalars", "text", "image", "figure", "histogram", "close")
 class Logger:
     """A logger that does nothing: inherit the methods you do not need, or write a class with all of them.
 
-    It is created on rank 0 only, from the keys of its node and four more arguments: ``run_dir`` (a Path),
-    ``run_id`` (one word, the same when the run is resumed), ``first_step`` (0, or the step after which a
-    resumed run continues, writing later steps again) and ``settings`` (a read-only mapping by dotted names).
-    Calls come from the training thread, so a slow logger delays all ranks. An OSError or UserError ends the
-    run with its message, any other exception with a traceback.
+    A logger is created on rank 0 only, from the keys of its `logger.NAME` setting and four more arguments:
+    ``run_dir`` (a Path), ``run_id`` (one word, the same when the run is resumed), ``first_step`` (0, or the
+    step after which a resumed run continues; later steps are written again) and ``settings`` (a read-only
+    mapping by dotted names). Calls come from the training thread, so a slow logger delays all ranks. An
+    OSError or UserError ends the run with its message, any other exception with a traceback.
     """
 
     look = ""
@@ -42,7 +42,7 @@ class Logger:
         """Write the number of values between consecutive edges: (n,) and (n + 1,), float64 on the CPU."""
 
     def close(self) -> None:
-        """Write remaining data; called once, after a successful run. A failed run may end without it."""
+        """Write remaining data; called once, after a successful run, and possibly not after a failure."""
 
 
 def pixels_of(image: Tensor) -> Any:

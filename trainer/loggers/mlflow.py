@@ -1,4 +1,4 @@
-"""The logger for MLflow: a tracking server, or run_dir/mlflow.db for `mlflow ui`."""
+"""The logger for MLflow, which writes to a tracking server, or to run_dir/mlflow.db for `mlflow ui`."""
 
 import os
 import re

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Limits work within `with pace:` to 1 % of the time, if it is done only when `is_due` returns true.
+    """Limits work in `with pace:` to 1% of the time, if it is done only when `is_due` returns true.
 
     The work is due for the first time after `first_after_s` seconds, or at every `every`-th call of `is_due`.
     """
@@ -88,7 +88,7 @@ class RunLog:
 
     @property
     def look(self) -> str:
-        """The commands or URLs to view the run."""
+        """Commands or URLs for viewing the run."""
         ways = [getattr(logger, "look", "") for logger in self._loggers.values()]
         return "  ".join(filter(None, ways)) or str(self._run_dir / METRICS)
 
@@ -128,7 +128,7 @@ class RunLog:
             self._call("histogram", name, counts, edges, step)
 
     def plots(self, draw: Callable[[], Mapping[str, "Figure"]], step: int, at_end: bool = False) -> None:
-        """Draw plots at the end of a run, and before that for at most 1 % of the time."""
+        """Draw plots at the end of a run, and before the end for at most 1% of the time."""
         if self._loggers and (at_end or self._plotting.is_due()):
             with self._plotting:
                 for name, figure in draw().items():

@@ -1,4 +1,4 @@
-"""The logger for Weights & Biases: online, or offline in run_dir/wandb for `wandb sync`."""
+"""The logger for Weights & Biases, online, or offline in run_dir/wandb for `wandb sync`."""
 
 import html
 import os
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class Wandb(Logger):
-    """One W&B run for each run and its resumes, which have the same id.
+    """One W&B run for a run and its resumes, which share an id.
 
-    The x-axis of metrics is `step`, the optimizer step. The steps that W&B counts never decrease, so steps
-    that a resumed run repeats appear twice.
+    The x-axis of metrics is `step`, the optimizer step. W&B's own step counter never decreases, so steps that
+    a resumed run repeats appear twice.
 
     Args:
         mode: online | offline | disabled | shared; None uses WANDB_MODE and the login.
         init: further arguments of `wandb.init`: project, entity, group, tags, ...
 
     Raises:
-        UserError: wandb is not installed, not logged in, or the service does not answer.
+        UserError: wandb is not installed, the user is not logged in, or the service does not answer.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Models: names of parameters and buffers, trainable parameters, adapters and frozen statistics."""
+"""Access to a model: names of parameters and buffers, trainable parameters, adapters, frozen statistics."""

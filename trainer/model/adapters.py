@@ -1,4 +1,4 @@
-"""Adapters of the library peft (`model.adapters`): a few trainable parameters in a frozen model."""
+"""Adapters from the library peft (`model.adapters`): a few trainable parameters in a frozen model."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ def add_adapters(model: nn.Module, node: dict[str, Any]) -> None:
 def adapters_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the configuration of the adapters, and the names of their tensors, for `convert --to peft`.
 
-    Return None without adapters of peft, or if their files would contain tensors that the model lacks.
+    Return None without peft adapters, or if their files would contain tensors that the model lacks.
     """
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict):

@@ -18,7 +18,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model_state(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a state dict from `model_state`, with the modules' versions, which MNASNet requires."""
+    """Load a state dict that `model_state` returned, with the modules' versions, which MNASNet requires."""
     names = {plain_name(name): name for name in model.state_dict()}
     by_model_name = {names.get(name, name): value for name, value in saved.items()}
     model.load_state_dict(with_versions(by_model_name, model))
@@ -31,7 +31,7 @@ def parameter_names(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def every_parameter(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter with its plain name; a tied parameter under each of its names."""
+    """Yield each parameter with its plain name; yield a tied parameter under each of its names."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 
@@ -49,7 +49,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buffer_locations(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the module and attribute name of each of `named_buffers`, whose tensor may be replaced."""
+    """Return the module and attribute name of each of `named_buffers`, because tensors may be replaced."""
     paths = {name: name.rpartition(".") for name, _ in _dense_buffers(model, remove_duplicate=False)}
     return {plain_name(name): (model.get_submodule(path), own) for name, (path, _, own) in paths.items()}
 

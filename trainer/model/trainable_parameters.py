@@ -1,4 +1,4 @@
-"""The parameters that a run trains, whole or as this rank's shards."""
+"""The parameters that a run trains, as whole tensors or as this rank's shards."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ class TrainableParameters:
     gradients only during an update.
 
     Args:
-        also: names of frozen parameters to include, because the run trained them earlier.
+        also: names of frozen parameters to include, because the run has trained them before.
 
     Attributes:
         whole: the parameters of the model, by name.
@@ -58,11 +58,11 @@ class TrainableParameters:
         return self.group is not None
 
     def is_elsewhere(self, name: str) -> bool:
-        """Return whether only another rank has the optimizer state of this parameter."""
+        """Return whether another rank, and not this one, has the optimizer state of this parameter."""
         return self.group is not None and self.owners.get(name, self.group.rank()) != self.group.rank()
 
     def writer_of(self, name: str) -> int:
-        """Return the rank that saves the state of a parameter in `owners`: the owner in the first replica."""
+        """Return the rank that saves the state of a parameter in `owners`: its owner in the first replica."""
         whole = self.whole[name]
         assert is_dtensor(whole)
         mesh = whole.device_mesh.mesh
@@ -103,7 +103,7 @@ class TrainableParameters:
             whole.grad = None
 
     def _update_memory(self) -> None:
-        """Use the current memory of shards, which FSDP's first pass may have padded, or pinned for a GPU."""
+        """Point `own` to the shards' current memory, because FSDP's first pass may have moved them."""
         for own, whole in self._shards:
             if own.data_ptr() != (shard := to_local(whole)).data_ptr():
                 own.data = shard

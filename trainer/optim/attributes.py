@@ -1,4 +1,4 @@
-"""Saving and restoring of plain attributes that an optimizer changes."""
+"""Save and restore plain attributes that an optimizer changes."""
 
 import copy
 import logging
@@ -21,11 +21,11 @@ _MAX_ELEMENTS = 10_000  # in a container or a tensor
 
 
 class OptimizerAttributes:
-    """The plain attributes of a new optimizer, and of the optimizers that it contains.
+    """Saves and restores the plain attributes of a new optimizer and of the optimizers that it contains.
 
     torch saves only `state` and `param_groups`, but an optimizer may keep a flag, a counter or an estimate in
-    another attribute. An attribute whose initial value differs from that of the saved run is not restored,
-    because a changed setting determines it.
+    another attribute. An attribute whose initial value differs from that in the saved run is not restored,
+    because a setting that determines it has changed.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -41,7 +41,7 @@ class OptimizerAttributes:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore attributes whose initial value equals that of the saved run, and warn about the rest."""
+        """Restore attributes that had the same initial value in the saved run; warn about the others."""
         by_path = {path: optimizer for optimizer, path in optimizers_in(self._optimizer).items()}
         device, others = self._optimizer.param_groups[0]["params"][0].device, []
         for name, (first, value, on_cpu) in saved.items():
@@ -67,7 +67,7 @@ class OptimizerAttributes:
 
 
 def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
-    """Return `optimizer` and the optimizers in its attributes, also in lists and dicts, with their paths."""
+    """Return `optimizer` and all optimizers in its attributes, lists and dicts included, with their paths."""
     queue = [updater(optimizer)]
     found = {queue[0]: "optimizer"}
     for owner in queue:  # the loop extends it
@@ -80,7 +80,7 @@ def optimizers_in(optimizer: Optimizer) -> dict[Optimizer, str]:
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes of `optimizer` that not every torch optimizer has."""
+    """Return the attributes of `optimizer` without those that every torch optimizer has."""
     return {
         name: value
         for name, value in vars(optimizer).items()

@@ -9,7 +9,7 @@ from trainer.optim.whole_tensors import updater
 
 
 class CombinedOptimizer(Optimizer):
-    """Combines `parts`, new optimizers of different parameters, and shares groups and state with them."""
+    """Combines `parts`, new optimizers for different parameters, with shared groups and state."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
         self.parts = parts

@@ -1,4 +1,4 @@
-"""Checks of optimizers, and of parameters with sparse gradients."""
+"""Checks for optimizers and for parameters with sparse gradients."""
 
 import inspect
 
@@ -9,7 +9,7 @@ from trainer.errors import UserError
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise UserError for an object that is not an optimizer, or whose step() needs a closure."""
+    """Raise UserError if the object is not an optimizer, or its step() needs a closure."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optim: expected a torch.optim.Optimizer, got a {name}")

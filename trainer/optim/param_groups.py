@@ -25,7 +25,7 @@ _FUSED = (Adam, AdamW, SGD)  # torch's optimizers that have fused kernels
 
 
 def freeze(model: nn.Module, node: dict[str, Any]) -> None:
-    """Exclude the parameters that `model.freeze` matches from training."""
+    """Freeze the parameters that `model.freeze` matches."""
     parameters = dict(parameter_names(model))
     for pattern in patterns("model.freeze", node.get("freeze")):
         for name in _matched("model.freeze", pattern, parameters):
@@ -89,10 +89,10 @@ def _built(name: str, node: dict[str, Any], sets: list[dict[str, Any]]) -> Optim
 
 
 def _fused_option(optimizer: Optimizer, optim: dict[str, Any], fused_on_cpu: bool) -> dict[str, bool]:
-    """Return {"fused": True} if the optimizer and its parameters support it, and `optim` does not set it.
+    """Return {"fused": True} if the optimizer and its parameters support it and `optim` does not set `fused`.
 
     Fused kernels read each tensor once, which is two to four times as fast on a CPU. With fp16, they read the
-    flag to skip a step on the device; other implementations make the CPU wait for it.
+    flag that skips a step on the device; other implementations make the CPU wait for the flag.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     chosen = any(optim.get(key) is not None for key in ("fused", "foreach", "capturable"))
@@ -127,7 +127,7 @@ def _is_dense(parameter: Tensor) -> bool:
 
 
 def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Divide `trainable.own` into parameter groups, listed by the setting of their optimizer.
+    """Divide `trainable.own` into parameter groups; return them by the setting of their optimizer.
 
     The setting is `optim` or `optim.groups.N.optimizer`. Parameters that no entry of `optim.groups`
     matches come first, then each entry; within an entry, parameters with weight decay come first. If all
@@ -165,7 +165,7 @@ def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dic
 def _by_decay(
     parameters: Mapping[str, Tensor], entry: ParameterGroup, optim: dict[str, Any], no_decay: NoDecay
 ) -> Iterator[tuple[list[str], bool]]:
-    """Yield the names of the parameters with weight decay, then of those without."""
+    """Yield the names of the parameters with weight decay, then the names of those without."""
     splits = entry.weight_decay is None and optim.get("weight_decay") != 0
 
     def is_excluded(name: str) -> bool:
@@ -206,7 +206,7 @@ def _options(entry: ParameterGroup, decays: bool, optim: dict[str, Any]) -> dict
 
 
 def described(optimizer: Optimizer, trainable: TrainableParameters) -> dict[str, str]:
-    """Return a description of each group if there are several: size, weight decay and learning rate."""
+    """Describe each group by size, weight decay and learning rate, if there are several groups."""
     groups, parts = optimizer.param_groups, parts_of(optimizer)
     kinds = [f"{type(part).__name__}, " * isinstance(optimizer, CombinedOptimizer) for part in parts]
     return {

@@ -1,4 +1,4 @@
-"""Options of the optimizer and the schedule at a resume: saved values, unless their settings changed."""
+"""Options of the optimizer and the schedule after a resume: saved values, unless their settings changed."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,15 +34,15 @@ def continue_groups(
 ) -> list[dict[str, Any]]:
     """Advance the new `schedule` to `step`, and return the options of each parameter group.
 
-    An option whose setting has not changed keeps its saved value, which a schedule or the optimizer may have
-    changed, so a resume without new settings is exact. A schedule whose settings have not changed gets its
-    saved state. Otherwise it is stepped from the start, in microseconds per step, because its settings and
-    the step determine it. ReduceLROnPlateau depends on evaluations instead, so the factor by which it reduced
-    the saved rates is applied to the rates of this run.
+    An option whose setting has not changed gets its saved value, which a schedule or the optimizer may have
+    modified, so a resume without new settings is exact. A schedule whose settings have not changed gets its
+    saved state. Otherwise it is stepped from the start, which takes microseconds per step, because its
+    settings and the step determine its state. ReduceLROnPlateau depends on evaluations instead, so the factor
+    by which it reduced the saved rates is applied to the rates of this run.
 
     Args:
         saved: the state in the checkpoint.
-        now: this run's `settings`, as in `saved["settings"]`.
+        now: the settings of this run, in the form of `saved["settings"]`.
         earlier: for each group, the index of the group in the checkpoint that it continues.
     """
     groups = schedule.optimizer.param_groups

@@ -37,7 +37,7 @@ class Plateau(ReduceLROnPlateau):
 
 
 def watched_metric(node: dict[str, Any]) -> str | None:
-    """Return the metric on which the schedule of `node` depends, or None."""
+    """Return the metric on which the schedule in `node` depends, or None."""
     if not str(node["_target_"]).endswith(("ReduceLROnPlateau", ".Plateau")):
         return None
     return str(node.get("metric", _LOSS))
@@ -77,7 +77,7 @@ def wsd(
     """Return a warmup-stable-decay schedule, whose factor is constant and then decays linearly.
 
     Args:
-        decay_fraction: the part of the steps after the warm-up that the decay takes.
+        decay_fraction: the length of the decay, as a fraction of the steps after the warm-up.
 
     The part before the decay does not depend on `total_steps`, so a run can be extended before its decay.
 
@@ -125,13 +125,13 @@ def _decay(
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """The values of `auto` in a schedule's settings, named like the schedules' arguments."""
+    """The values that replace `auto` in a schedule's settings, named like the schedules' arguments."""
 
     total_steps: int
     steps_per_epoch: int | None  # None: a stream of unknown length
 
     def in_steps(self, node: Any) -> Any:
-        """Return `node` with numbers of steps in place of text such as "30 epochs", at any depth."""
+        """Return `node` with text such as "30 epochs", at any depth, replaced with numbers of steps."""
         if isinstance(node, dict):
             return {key: self.in_steps(value) for key, value in node.items()}
         if isinstance(node, list):

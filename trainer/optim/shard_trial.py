@@ -31,7 +31,7 @@ _RELATIVE, _ABSOLUTE = 1e-3, 5e-6  # fused kernels round the last elements of a 
 
 
 class Needs(IntEnum):
-    """The tensors that an optimizer needs for correct updates; if ranks differ, the larger value applies."""
+    """What an optimizer needs for correct updates; if ranks differ, the larger value applies."""
 
     SHARDS = 0
     WHOLE = 1
@@ -44,7 +44,7 @@ Rows = tuple[int, int]
 
 @dataclass
 class _Outcome:
-    """The result of one optimizer of a trial; updates and states are keyed by tensor number."""
+    """The result of an optimizer in a trial; updates and states are keyed by tensor number."""
 
     updates: dict[int, Tensor]
     states: dict[int, Any]
@@ -53,13 +53,13 @@ class _Outcome:
 
 
 def needs_whole_tensors(name: str, make: Make, groups: Sequence[dict[str, Any]]) -> bool:
-    """Return whether an optimizer updates a tensor differently in shards than as a whole (a collective).
+    """Return whether an optimizer needs whole tensors, because it updates shards differently (a collective).
 
     Small tensors with the same numbers of dimensions as the parameters are updated for a few steps in three
     ways: as whole tensors by one optimizer; as shards, with one optimizer per rank; and as whole tensors that
     are divided among three optimizers. The updates, the state and the group options must be equal. A
-    checkpoint must be able to store the state: each tensor in it has the shape of its parameter, or is the
-    same for all shards.
+    checkpoint must be able to store the state: each tensor of the state must have the shape of its parameter,
+    or be the same for all shards.
     """
     results: list[Any] = [None] * dist.get_world_size()
 
@@ -99,7 +99,7 @@ def needs_of(name: str, trial: "ShardTrial") -> tuple[Needs, str]:
 
 
 class ShardTrial:
-    """Small tensors in an optimizer's parameter groups, and their gradients."""
+    """Small tensors on which to test whether an optimizer can update shards."""
 
     def __init__(self, make: Make, groups: Sequence[dict[str, Any]]) -> None:
         self._make, self._groups = make, groups
@@ -133,11 +133,11 @@ class ShardTrial:
         ]
 
     def divided(self, parts: int) -> list[dict[int, Rows]]:
-        """Return all rows of each tensor, with tensors assigned to ranks round-robin."""
+        """Divide the tensors among `parts` ranks round-robin; each tensor keeps all its rows."""
         return [{n: rows for n, rows in self.all_rows.items() if n % parts == part} for part in range(parts)]
 
     def train(self, parts: Sequence[dict[int, Rows]], by_owner: bool = False) -> list[_Outcome]:
-        """Train each part with its own optimizer, which gets whole tensors if `by_owner`."""
+        """Train each part with its own optimizer; if `by_owner`, the optimizer gets whole tensors."""
         return [self._train_part(part, by_owner) for part in parts if part]
 
     def _train_part(self, part: dict[int, Rows], by_owner: bool) -> _Outcome:
@@ -172,7 +172,7 @@ class ShardTrial:
         )
 
     def is_correct(self, outcomes: Sequence[_Outcome], whole: Sequence[_Outcome]) -> bool:
-        """Return whether updates, states and options equal those of one optimizer with whole tensors."""
+        """Return whether updates, states and options equal those of a single optimizer with whole tensors."""
         expected = whole[0]
         for number, update in expected.updates.items():
             with_rows = [outcome for outcome in outcomes if number in outcome.updates]
@@ -187,7 +187,7 @@ class ShardTrial:
 
 
 def _fits(states: list[list[Any]], parts: list[Tensor], expected: list[Any], shape: torch.Size) -> bool:
-    """Return whether the state of each part is its rows of the whole tensor's state, or equal to it."""
+    """Return whether the state of each part is the same rows of the whole tensor's state, or all of it."""
     if any(len(state) != len(expected) for state in states):
         return False
     for values, whole in zip(zip(*states, strict=True), expected, strict=True):
@@ -228,7 +228,7 @@ def _sizes(tensor: Tensor, step: int) -> Tensor:
 
 
 class _Constant(TorchDispatchMode):
-    """Replace random numbers by 0.5, because a shard would draw different noise than the whole tensor."""
+    """Replace random numbers with 0.5, because a shard would draw different noise than a whole tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

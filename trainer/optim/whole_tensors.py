@@ -1,4 +1,4 @@
-"""Updates of sharded parameters by optimizers that need whole tensors, such as Muon, LAMB or Adafactor."""
+"""Update sharded parameters with optimizers that need whole tensors, such as Muon, LAMB or Adafactor."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ class WholeTensors(Optimizer):
 
     In a step, the owners gather the rows of weights and gradients, call `optimizer.step()`, and send the rows
     of the weights back, so each update is computed once. During a step, an owner needs memory for the whole
-    weights and gradients of its parameters. Only the owner has their optimizer state, as whole tensors, and
-    saves it. A rank sends and receives three times the size of its shards.
+    weights and gradients of its parameters. Only the owner has the optimizer state of its parameters, as
+    whole tensors, and saves it. A rank sends and receives three times the size of its shards.
     """
 
     def __init__(self, optimizer: Optimizer, trainable: TrainableParameters) -> None:
@@ -97,7 +97,7 @@ class WholeTensors(Optimizer):
 
 
 def update_only(optimizer: Optimizer, parameters: Sequence[list[nn.Parameter]]) -> None:
-    """Replace the parameters of `optimizer`, which must be new; its groups keep their options."""
+    """Make `optimizer`, which must be new, update `parameters` instead; its groups keep their options."""
     optimizer.param_groups = [
         {**group, "params": own} for group, own in zip(optimizer.param_groups, parameters, strict=True)
     ]
@@ -117,7 +117,7 @@ def whole_parts(optimizer: Optimizer) -> list[WholeTensors]:
 def _exchange(
     sent: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]], ranks: dist.ProcessGroup
 ) -> None:
-    """Send each rank its tensors, and receive tensors of known sizes in `into` (a collective)."""
+    """Send each rank its tensors in `sent`, and receive tensors in `into`, of known sizes (a collective)."""
     pieces = [bytes_of(tensor) for tensors in sent for tensor in tensors]
     targets = [tensor for tensors in into for tensor in tensors]
     message = torch.cat(pieces) if pieces else targets[0].new_empty(0, dtype=torch.uint8)

@@ -1,1 +1,1 @@
-"""Rerun steps of a run, to find out what happened in one of them. Does not import torch."""
+"""Rerun steps of a run, to find out what happened in one of them. Importing it does not import torch."""

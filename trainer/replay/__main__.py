@@ -1,10 +1,10 @@
 """Rerun a step of a run: `python -m trainer.replay RUN --step N [--from STEP_DIR] [OVERRIDES]`.
 
-Starts from the newest checkpoint before step N, and says whether losses and gradient norms are bit-identical
-to those that the run recorded. Shows the samples of step N with their own losses, the norms of each
-parameter, and the module in which the first NaN or Inf appeared. Writes RUN/replay/step_N/ and nothing else.
-Needs the number of processes of the run, or any number with train.exact. Exits with status 1 if a number
-differs from the record.
+Starts from the newest checkpoint before step N, and reports whether losses and gradient norms are
+bit-identical to those that the run recorded. Shows the samples of step N with their own losses, the norms of
+each parameter, and the module in which the first NaN or Inf appeared. Writes RUN/replay/step_N/ and nothing
+else. Needs the same number of processes as the run, or with train.exact any number. Exits with status 1 if a
+number differs from the recorded one.
 """
 
 import sys
@@ -34,13 +34,13 @@ def main() -> None:
 
     def do(options: Any, config: Config) -> None:
         if not isinstance(options.run, Path):
-            raise UserError(f"{options.run} is an address; copy the run to a disk to replay it")
+            raise UserError(f"{options.run} is a URL; copy the run to a local disk to replay it")
         if options.step < 1:
             raise UserError(f"--step is {options.step}, but must be at least 1")
         if config.train.skips(options.step):
             raise UserError(
                 f"step {options.step} was skipped because of train.skip_steps={config.train.skip_steps}; add "
-                "train.skip_steps=[] to see what it would compute"
+                "train.skip_steps=[] to see what the step would compute"
             )
         from trainer.replay.report import replay
 

@@ -1,4 +1,4 @@
-"""Where the first NaN or Inf of a step appears."""
+"""Find where the first NaN or Inf of a step appears."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from trainer.tensors.nested import leaves
 
 
 class NonFinite(NamedTuple):
-    """Where a NaN or Inf appears first."""
+    """The place in a step where the first NaN or Inf appears."""
 
     direction: str  # forward or backward
     module: str  # its name; "" for the whole model
@@ -34,9 +34,9 @@ class NonFinite(NamedTuple):
 class NonFiniteWatch:
     """Finds the first module that produces a NaN or Inf.
 
-    In the forward pass, -Inf is ignored, because attention masks contain it. In the backward pass, it is the
-    innermost module that gets a finite gradient for its output, but returns a non-finite one for its input or
-    its parameters.
+    In the forward pass, -Inf is ignored, because attention masks contain it. In the backward pass, the module
+    found is the innermost module that gets a finite gradient for its output, but returns a non-finite
+    gradient for its input or its parameters.
 
     Args:
         requests: the micro-batches of this rank.

@@ -1,4 +1,4 @@
-"""What a step consists of: its samples, with their own losses, and the norms of each parameter."""
+"""Observe a step: its samples with the loss of each, and the norms of each parameter."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 class Sample(NamedTuple):
-    """A sample of a step."""
+    """A sample of a step, with its loss."""
 
     sample: int  # its index in the dataset; for a stream, its number in the epoch
     name: str
@@ -48,7 +48,7 @@ def samples_of(run: Run, micro_batches: Sequence[Any], step: int) -> tuple[list[
     uses its running statistics, because a single sample has no batch statistics.
 
     Returns:
-        The samples; and why they have no losses, or an empty string.
+        The samples, and the reason if they have no losses, otherwise an empty string.
     """
     progress, loader = run.state.progress, run.data.train_loader
     requests = loader.requests(progress.epoch, progress.samples_in_epoch)
@@ -114,7 +114,7 @@ def _losses(run: Run, samples: Sequence[Any], step: int) -> tuple[list[float | N
 
 
 def _described(sample: Any) -> tuple[str, str]:
-    """Return a hash of a batch of one sample, and its label or text."""
+    """Return the hash of a sample, given as a batch of one, and its label or text."""
     if sample is None:
         return "", ""
     digest, shown = hashlib.blake2b(digest_size=8), ""
@@ -131,7 +131,7 @@ def _described(sample: Any) -> tuple[str, str]:
 
 
 class ParameterNorms(WeightStatistics):
-    """The norms of gradient, weight and update of each parameter, in the last steps of a replay.
+    """The norms of the gradient, weight and update of each parameter, in the last steps of a replay.
 
     They are measured around the update, because gradients exist only until then.
     """

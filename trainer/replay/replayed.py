@@ -38,7 +38,7 @@ log = logging.getLogger("trainer")
 
 
 class Mismatch(NamedTuple):
-    """A number of a rerun step that differs from the record of the run."""
+    """A number in a rerun step that differs from the number that the run recorded."""
 
     step: int
     name: str  # loss, grad_norm or weights_hash
@@ -53,7 +53,7 @@ class Replayed:
     Attributes:
         epochs: `epochs.step()` runs the next step; its first call runs `step`.
         attempt: the attempt of the run that ran `step`; None if it is unknown.
-        checkpoint: where the replay started; None: from the initial weights.
+        checkpoint: the checkpoint from which the replay started; None: from the initial weights.
         norms: the norms of parameters in `step` and the step before.
         evaluations: the recorded metrics of each evaluation, by step.
     """
@@ -77,7 +77,7 @@ class Replayed:
 
     @property
     def batches(self) -> Batches:
-        """The rest of the epoch, which begins with the batch of the next step (a collective)."""
+        """The rest of the epoch, starting with the batch of the next step (a collective)."""
         while (batches := self.epochs.open()) is None:
             pass
         return batches
@@ -89,10 +89,10 @@ class Replayed:
             state.after_evaluation(self.evaluations[step])
 
     def compared(self) -> tuple[list[int], list[Mismatch]]:
-        """Compare the steps that were rerun so far with the record of the run (a collective).
+        """Compare the steps that were rerun so far with what the run recorded (a collective).
 
         Returns:
-            The steps that the run has recorded, and all numbers that differ from the record.
+            The rerun steps that the run has recorded, and all numbers that differ from the recorded ones.
         """
         self.run.report.meter.record_steps()
         return on_main(self._compared, self.run.ranks)
@@ -126,7 +126,7 @@ def replayed(
 
     Args:
         overrides: settings to change, in the syntax of the command line.
-        start: the checkpoint to start from; None: the newest one before `step`, or the initial weights.
+        start: the checkpoint to start from; None: the newest before `step`, or the initial weights.
 
     Raises:
         UserError: the run, or a checkpoint before `step`, does not exist; the step can't be repeated on this
@@ -180,13 +180,13 @@ def _check(config: Config, run_dir: Path, step: int, attempt: RunAttempt | None)
     number = attempt.world_size
     start = f"torchrun --standalone --nproc_per_node={number}" if number > 1 else "python"
     raise UserError(
-        f"step {step} of {run_dir} was run by {number} processes, but this command has {world_size}, which "
-        f"would round differently; run {start} -m trainer.replay {run_dir} --step {step}"
+        f"step {step} of {run_dir} was run by {number} processes, but this command has {world_size}, and "
+        f"rounding depends on the number; run {start} -m trainer.replay {run_dir} --step {step}"
     )
 
 
 def _settings(config: Config, folder: Path, checkpoint: Path | None) -> Config:
-    """Return the settings of the run without its loggers, its saves and what may end it early."""
+    """Return the settings of the run without loggers, saves and anything that may end it early."""
     train = replace(config.train, log_every_steps=None, histograms_every=None, profile=None)
     train = replace(train, max_hours=None, early_stopping=None)
     saves = replace(config.checkpoint, remote=None, on_failure=False, keep_best=None)
@@ -195,7 +195,7 @@ def _settings(config: Config, folder: Path, checkpoint: Path | None) -> Config:
 
 
 def checkpoint_before(run_dir: Path, step: int) -> Path | None:
-    """Return the newest checkpoint before `step` that the run still contains, or the one it started from."""
+    """Return the run's newest checkpoint before `step`, or the checkpoint from which the run started."""
     attempts, own = read_attempts(run_dir), Listing(run_dir / "checkpoints", run_id_of(run_dir)).own()
     steps = {
         manifest.step: path
@@ -208,14 +208,15 @@ def checkpoint_before(run_dir: Path, step: int) -> Path | None:
     start = attempts[0].start
     if start is None or not (Path(start) / "manifest.json").is_file():
         raise UserError(
-            f"{run_dir} has no checkpoint before step {step}, and the one that it started from, {start}, "
-            "does not exist on this machine; copy it there, or run python -m trainer.replay with --from"
+            f"{run_dir} has no checkpoint before step {step}, and the checkpoint from which it started, "
+            f"{start}, does not exist on this machine; copy it there, or run python -m trainer.replay with "
+            "--from"
         )
     return Path(start)
 
 
 def _temporary_folder(run_dir: Path) -> Path:
-    """Return a new folder in the run, which all hosts can read, or elsewhere if the run can't be changed."""
+    """Return a new folder in `run_dir`, which all hosts can read, or elsewhere if `run_dir` is read-only."""
     with suppress(OSError):
         (run_dir / "replay").mkdir(exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".", dir=run_dir / "replay"))

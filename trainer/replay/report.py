@@ -33,7 +33,7 @@ def replay(
     """Repeat step `step` of a run, print the report and write it to RUN/replay/step_N (a collective).
 
     Returns:
-        Whether all numbers are equal to those that the run has recorded.
+        Whether all numbers equal those that the run recorded.
     """
     folder = run_dir / "replay" / f"step_{step:08d}"
     with replayed(run_dir, step, overrides, checkpoint) as made:
@@ -94,7 +94,7 @@ def _with_change(
 def _comparison(
     made: Replayed, recorded: Sequence[int], mismatches: Sequence[Mismatch], overrides: Sequence[str]
 ) -> dict[str, str]:
-    """Return rows of the table: whether numbers equal the record of the run, and otherwise why not."""
+    """Return rows of the table: whether numbers equal the recorded ones, and otherwise why they differ."""
     if mismatches:
         first = mismatches[0]
         difference = f"step {first.step}, {first.name} was {first.recorded!r}, is {first.remade!r}"
@@ -108,7 +108,7 @@ def _comparison(
 
 
 def why_different(made: Replayed, overrides: Sequence[str]) -> list[str]:
-    """Return what differs from the attempt that ran the step."""
+    """Return how settings, environment and code differ from the attempt that ran the step."""
     reasons = [f"overrides: {' '.join(overrides)}"] if overrides else []
     if (attempt := made.attempt) is None:
         return [*reasons, "the run has no code.json, so its environment and code are unknown"]

@@ -20,10 +20,10 @@ _RESERVED = {"loss", "plain_loss", "lr", "grad_norm", "epoch", "update_to_weight
 
 
 class LossParts:
-    """Sums of each part and of its weights since the last log line; only `means` waits for the device.
+    """Sums of each part and of its weights since the last log line. Only `means` waits for the device.
 
     The weight of a micro-batch is its fraction of the labels that count in its step. The mean of a part is
-    over the micro-batches that name it, so that each loss of a GAN is averaged over its own steps.
+    over the micro-batches that have it, so that each loss of a GAN is averaged over its own steps.
     """
 
     def __init__(self, ranks: Ranks, order: SumOrder, rank_weight: float = 1) -> None:
@@ -61,7 +61,7 @@ class LossParts:
             self._add_pending()
 
     def begin_window(self) -> None:
-        """Drop the sums; the next means start from here."""
+        """Set the sums to zero, at the start of a log interval."""
         self._pending.clear()
         self._sums.clear()
 

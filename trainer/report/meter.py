@@ -1,4 +1,4 @@
-"""Measures the time per step, in total and by part, and the mean loss."""
+"""Measure the time per step, in total and by part, and the mean loss."""
 
 import math
 import time
@@ -27,7 +27,7 @@ _RECORDED_AT_ONCE = 256  # steps, without log steps in between
 
 @dataclass(frozen=True)
 class Mark:
-    """The totals of a meter at one point in time."""
+    """The totals of a `Meter` at one point in time."""
 
     steps: int
     skipped: int  # number of these steps that have no loss
@@ -45,11 +45,10 @@ class _Unrecorded(NamedTuple):
 
 
 class Meter:
-    """Running totals over steps; the metrics of an interval are the difference of two marks.
+    """Running totals over steps. The metrics of an interval are the difference between two `Mark`s.
 
-    Only the methods that return losses wait for the device. The clock does not run while the meter is paused,
-    for example during evaluations and saves. On a GPU, the times of an interval are accurate if a loss
-    was read at its end.
+    Only the methods that return losses wait for the device. The clock stops during evaluations and saves, for
+    example. On a GPU, the times of an interval are accurate if a loss was read at its end.
 
     Args:
         num_replicas: the number of ranks that compute losses; None: all.
@@ -95,14 +94,14 @@ class Meter:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Measure the time spent waiting for batches within the context."""
+        """Within the context, measure time spent waiting for batches."""
         begin = time.perf_counter()
         yield
         self.data_s += time.perf_counter() - begin
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Measure time that is not part of a step, such as logging, within the context."""
+        """Within the context, measure time that is not part of a step, such as logging."""
         begin = time.perf_counter()
         yield
         self.rest_s += time.perf_counter() - begin
@@ -174,7 +173,7 @@ class Meter:
         return self._over_ranks(self._sums[..., :0]) if self._unrecorded else []
 
     def metrics(self, since: Mark, global_batch_size: int) -> dict[str, float]:
-        """Return losses and speed since a mark, by their names in the log (a collective)."""
+        """Return losses and speed since the mark `since`, by their names in the log (a collective)."""
         loss, plain, tokens = self._per_step(since)  # waits for the device, so that the times are complete
         ms = self.ms_per_step(since)
         step_s = ms["step"] / 1e3
@@ -189,7 +188,7 @@ class Meter:
         return values | {f"usage/ms_per_step/{part}": value for part, value in ms.items()}
 
     def _per_step(self, since: Mark) -> list[float]:
-        """Return loss, plain loss and tokens per step over all ranks; NaN without a step (a collective)."""
+        """Return loss, `plain_loss` and tokens per step over all ranks; NaN without a step (a collective)."""
         self._add_pending()
         total, steps = self._over_ranks(self._sums - since.sums)[:3], self.steps - since.steps
         with_loss = steps - (self._skipped - since.skipped)

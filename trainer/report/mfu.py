@@ -72,7 +72,7 @@ def model_flops(
     devices: Sequence[torch.device],
     ranks: Ranks,
 ) -> "ModelFlops | None":
-    """Return a FLOP counter on rank 0, which logs; None elsewhere or if the device's peak is unknown."""
+    """Return a FLOP counter on rank 0; None on other ranks, or if the device's peak is unknown."""
     tflops = train.peak_tflops or peak_tflops(devices[0], train.precision)
     if tflops is None or not ranks.is_main:
         return None
@@ -83,13 +83,13 @@ def model_flops(
 class ModelFlops:
     """Counts the FLOPs of one micro-batch with torch's FlopCounterMode, without computing anything.
 
-    The tensors are fake and appear to be on `device`, so that attention selects the same kernel as there. The
-    recomputation of scores in the backward pass of a fused kernel is counted.
+    The tensors are fake and appear to be on `device`, so that attention selects the kernel for that device.
+    The recomputation of scores in the backward pass of a fused kernel is counted.
 
     Args:
-        model: not wrapped; on the CPU or the meta device; copied without its data.
+        model: the unwrapped model, on the CPU or the meta device; it is copied without its data.
         micro_batches: the number of micro-batches in a step, over all ranks.
-        peak: FLOP/s of all devices together.
+        peak: peak FLOP/s of all devices together.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`train.profile`: a trace of some steps for each rank, for ui.perfetto.dev or chrome://tracing."""
+"""`train.profile`: trace some steps on each rank, for ui.perfetto.dev or chrome://tracing."""
 
 import logging
 import os
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Profile:
     """Records steps `start` to `start + steps - 1` to run_dir/profile; records nothing if `settings` is None.
 
-    On CUDA it also records the memory history, for https://docs.pytorch.org/memory_viz. The profiler starts
-    one step early if possible, because its first step is slower than the others.
+    On CUDA, this also records the memory history, for https://docs.pytorch.org/memory_viz. The profiler
+    starts one step early if possible, because its first step is slower than the others.
     """
 
     def __init__(

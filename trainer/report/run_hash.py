@@ -1,4 +1,4 @@
-"""The inputs on which all ranks must agree, and the hash of the final model."""
+"""The inputs that must be equal on all ranks, and the hash of the final model."""
 
 import hashlib
 from typing import Any
@@ -36,9 +36,9 @@ def _described(tensor: Tensor) -> str:
 def parameters_sha256(model: nn.Module) -> str:
     """Return the SHA-256 of the unsharded parameters and buffers in name order (a collective if sharded).
 
-    Models with equal hashes have equal bits, apart from extra state of modules that is not tensors. Rank 0
-    gathers one shard after another; on other ranks the result is meaningless. `model` must not be wrapped, so
-    that names in its state dict have no prefix.
+    Models with equal hashes have equal bits, apart from modules' extra state other than tensors. Rank 0
+    gathers one shard after another; on other ranks, the return value is meaningless. `model` must not be
+    wrapped, so that names in its state dict have no prefix.
     """
     tensors = {name: value for name, value in model_state(model).items() if isinstance(value, Tensor)}
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""code.json: the code, the versions and the hardware of each attempt of a run, from its start to its end."""
+"""code.json: the code, the versions and the hardware of each attempt (start or resume) of a run."""
 
 import contextlib
 import hashlib
@@ -22,7 +22,7 @@ _TRAINER = str(Path(__file__).parents[1]) + os.sep
 
 @dataclass(frozen=True)
 class RunAttempt:
-    """The facts about an attempt, which lasts from a start of the run until it ends or is resumed."""
+    """An attempt: a part of a run, from its start or a resume to its end or the next resume."""
 
     first_step: int
     """The step of the checkpoint from which the attempt resumed; 0 without one."""

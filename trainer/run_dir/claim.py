@@ -1,4 +1,4 @@
-"""The directory of a run: created, locked while the run is alive, and marked with the run's ID."""
+"""Create the directory of a run, lock it while the run is alive, and mark it with the run's ID."""
 
 import contextlib
 import errno
@@ -55,8 +55,8 @@ def claim(
     Args:
         wanted: the path; None chooses a new directory under runs/.
         wait_s: the longest wait for the lock of an owner on another host, which may be dead.
-        remote: the address of `checkpoint.remote`. With resume=auto, a new run directory continues the run
-            whose checkpoints are at this address.
+        remote: the URL in `checkpoint.remote`. With resume=auto, a new run directory continues the run whose
+            checkpoints are at this URL.
     """
     with writing(wanted or "null"):
         path = new_run_dir() if wanted is None else Path(wanted)
@@ -89,8 +89,8 @@ def _identified(path: Path, resume: str | None, remote: str | None) -> RunDir:
     run_id = (remote_id if adopts else known if resumes else None) or secrets.token_hex(8)
     if remote_id not in (None, run_id):
         raise UserError(
-            f"checkpoint.remote={remote} already contains a different run, {remote_id}; use another address, "
-            "or continue that run with resume=auto in a new run_dir"
+            f"checkpoint.remote={remote} already contains a different run, {remote_id}; set "
+            "checkpoint.remote to another URL, or continue that run with resume=auto in a new run_dir"
         )
     if run_id != known:
         write_facts(path, run_id)
@@ -123,7 +123,7 @@ def _is_checkpoint_of(path: Path, run_id: str | None, resume: str) -> bool:
 
 
 def run_id_of(path: Location) -> str | None:
-    """Return the recorded ID, or the ID of the newest checkpoint; None for runs without an ID."""
+    """Return the ID in run.json, or else in the newest checkpoint; None if there is none."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, UserError):
         run_id = load_json(path / RUN).get("run_id")
         if isinstance(run_id, str) and is_run_id(run_id):
@@ -149,8 +149,8 @@ def _unused_sibling(path: Path) -> Path:
 def _locked(path: Path, wait_s: float) -> Iterator[None]:
     """Hold the lock of `path`, a record lock (fcntl) on a file that names the owner.
 
-    The kernel releases it when the process ends. Unlike a flock, it is not inherited by data workers, and NFS
-    supports it.
+    The kernel releases the lock when the process ends. Unlike a flock, it is not inherited by data workers,
+    and NFS supports it.
     """
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     ended = threading.Event()

@@ -59,12 +59,12 @@ class ProgressBar:
         log.log(logging.INFO if due else logging.DEBUG, "%s%s", text, "" if last else self._time_left(now))
 
     def line(self, text: str) -> None:
-        """Print a line about a rare event, such as an evaluation."""
+        """Print a line about an event other than a step, such as an evaluation."""
         left = self._bar.disable and self._step < self._total
         log.info("%s%s", text, self._time_left(time.perf_counter()) if left else "")
 
     def close(self) -> None:
-        """End the bar with the cursor on a new line."""
+        """End the bar, and move the cursor to a new line."""
         self._bar.close()
 
     def _time_left(self, now: float) -> str:
@@ -91,7 +91,7 @@ class _Console(logging.StreamHandler):
 
 @contextmanager
 def terminal(ranks: Ranks, stream: TextIO) -> Iterator[None]:
-    """Print log messages to `stream`; on ranks other than 0 only warnings, prefixed with the rank."""
+    """Print log messages to `stream`; on ranks other than 0, print only warnings, prefixed with the rank."""
     console = _Console(stream)
     console.setLevel(logging.INFO if ranks.is_main else logging.WARNING)
     if not ranks.is_main:

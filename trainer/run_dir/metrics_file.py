@@ -18,8 +18,8 @@ FILE = "metrics.jsonl"
 class MetricsFile:
     """The writer of metrics.jsonl, on rank 0. If the run is killed, only the last line can be incomplete.
 
-    Lines after `steps_before`, which a resumed run repeats, are removed, and so is a result.json of a later
-    step.
+    Lines for steps after `steps_before`, which a resumed run repeats, are removed, and so is a result.json
+    for a later step.
     """
 
     def __init__(self, run_dir: Path, steps_before: int) -> None:
@@ -53,7 +53,7 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: Path) -> dict[str, dict[int, float]]:
-    """Return every scalar of a run by name and step; {} if it has no file. NaN stands for NaN or Inf."""
+    """Return every scalar of a run by name and step; {} if there is no file. NaN stands for NaN or Inf."""
     found: dict[str, dict[int, float]] = {}
     for line in _lines(run_dir / FILE):
         for name, value in line.items():

@@ -40,7 +40,7 @@ class StepsFile:
 
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
-    """Return the records of a run, perhaps in progress, by step in ascending order; {} if it has no file.
+    """Return the records of a run by step, in ascending order; {} if there is no file.
 
     The last steps before a failure are missing, because records are written at log steps and saves.
     """

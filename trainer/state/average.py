@@ -14,15 +14,15 @@ from trainer.tensors.local_shard import to_local
 class MovingAverage:
     """An exponential moving average (EMA) of a model's parameters and buffers.
 
-    Averages are on the device of their tensors, and sharded like them. Buffers are averaged too, because
-    running statistics belong to the weights with which they were computed.
+    Each average is on the device of its tensor, and sharded like that tensor. Buffers are averaged too,
+    because running statistics belong to the weights with which they were computed.
 
         average(0) = weights(0)        average(t) = d average(t - 1) + (1 - d) weights(t)
 
     Args:
         parameters: by their names in a checkpoint; tied parameters under each of their names.
         buffers: the module and attribute of each buffer, because a module may replace the tensor.
-        decay: d, with 0 <= d < 1.
+        decay: the factor d, with 0 <= d < 1.
         warmup: limit d to (1 + t) / (10 + t), so that the initial weights soon lose their influence.
     """
 
@@ -92,7 +92,7 @@ class MovingAverage:
         return {**self._parameters, **buffers}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each distinct average with its tensor; for sharded tensors, this rank's shards."""
+        """Return each distinct average with its tensor; for sharded tensors, only this rank's shards."""
         weights = self._weights()
         distinct = {average: weights[name] for name, average in self._averages.items()}
         return [(to_local(average), to_local(weight)) for average, weight in distinct.items()]

@@ -1,4 +1,4 @@
-"""Ends a run before its last step: `train.early_stopping` and `train.max_hours`."""
+"""End a run before its last step, for `train.early_stopping` and `train.max_hours`."""
 
 import math
 import time
@@ -38,13 +38,13 @@ class EarlyEnd:
 
     @property
     def setting(self) -> str | None:
-        """The setting that ends the run after this step; None if the run continues."""
+        """The setting that ends the run now; None if the run continues."""
         if self._stop is not None and self._waited >= self._stop.patience:
             return "train.early_stopping"
         return "train.max_hours" if self._out_of_time else None
 
     def why(self) -> str:
-        """Return the reason why the run ends here and how to continue it, for the log."""
+        """Return, for the log, why the run ends now and how to continue it."""
         if self._stop is None or self.setting != "train.early_stopping":
             return f"train.max_hours={self._max_hours:g} is reached; set a larger value or null to continue"
         min_delta = f" by more than {self._stop.min_delta:g}" if self._stop.min_delta else ""
@@ -69,7 +69,7 @@ class EarlyEnd:
             self._waited = saved["waited"]
 
     def continue_after(self, hours: float) -> None:
-        """Add the hours that the run took before this resume, with or without `train.max_hours`."""
+        """Add the hours that the run took before this resume, even if `train.max_hours` was not set then."""
         self._hours_before = hours
         self._out_of_time = self._max_hours is not None and hours >= self._max_hours
 

@@ -20,7 +20,7 @@ class Update(Enum):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss of the step counts in the means of the log."""
+        """Whether the loss of the step counts in the means that are logged."""
         return self in (Update.MADE, Update.OVERFLOW)
 
 
@@ -28,8 +28,9 @@ class Update(Enum):
 class Progress:
     """The progress of a run. All counts are over all ranks, so that they do not depend on the world size.
 
-    ``samples_in_epoch`` samples of epoch ``epoch`` are done; training continues with the next sample in the
-    order drawn from (seed, epoch). Unlike steps, samples define the position of a run for any batch size.
+    ``samples_in_epoch`` samples of epoch ``epoch`` are done; training continues with the next sample, in the
+    order that seed and epoch determine. Unlike steps, samples define the position of a run for any batch
+    size.
     """
 
     step: int = 0
@@ -52,7 +53,7 @@ class Progress:
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """Move to the next epoch. The rest of this epoch, less than a batch, is not used."""
+        """Move to the next epoch; the rest of this epoch, which is less than a batch, is not used."""
         self.epoch, self.samples_in_epoch = self.epoch + 1, 0
 
     def skip_short_rest(self, global_batch_size: int, num_samples: int) -> None:

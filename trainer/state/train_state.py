@@ -1,4 +1,4 @@
-"""The state of a run between steps: its progress, and everything that training changes."""
+"""The state of a run between steps: its progress, and everything else that training changes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -33,7 +33,8 @@ class TrainState:
     """Everything that training changes, except the random generators.
 
     Names in its state dict are those of the unwrapped module, so that any strategy can load it. Sharded
-    tensors are DTensors there, including optimizer state, though the optimizer itself has local tensors.
+    tensors, including optimizer state, are DTensors in the state dict, although the optimizer has local
+    tensors.
     """
 
     trainable: TrainableParameters
@@ -85,10 +86,10 @@ class TrainState:
         self.average = MovingAverage(parameters, buffers, decay, warmup)
 
     def follow_trainable(self) -> list[str]:
-        """Update the state after parameters were frozen or unfrozen; return newly trainable ones.
+        """Update the state after parameters were frozen or unfrozen; return newly trainable parameters.
 
-        If there are any, the optimizer and the schedule are built again and continue as after a resume. A
-        frozen parameter has no gradient, so the optimizer skips it and keeps its state.
+        If there are newly trainable parameters, the optimizer and the schedule are built again and continue
+        as after a resume. A frozen parameter has no gradient, so the optimizer skips it and keeps its state.
         """
         if new := self.trainable.accept():
             assert self.build is not None
@@ -110,7 +111,7 @@ class TrainState:
         self.scaler.unscale_(self.optimizer)  # a fused step would unscale, but see only this rank's overflows
 
     def count_update(self, is_made: bool) -> None:
-        """Record the learning rates of a step, advance the schedule and, after an update, the average."""
+        """Record the learning rates of a step, advance the schedule and, if `is_made`, update the average."""
         self.rates = [group["lr"] + 0 for group in self.optimizer.param_groups]  # + 0 copies a tensor
         after_step(self.schedule)
         if is_made:
@@ -123,7 +124,7 @@ class TrainState:
         return {"train/lr": pairs[0][1], **named}
 
     def after_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of an evaluation, which are equal on all ranks, to schedule and early stopping."""
+        """Pass the metrics of an evaluation, equal on all ranks, to the schedule and to early stopping."""
         after_evaluation(self.schedule, metrics)
         self.early_end.after_evaluation(self.progress.step, metrics)
         self.progress.evaluated_step = self.progress.step
@@ -187,7 +188,7 @@ class TrainState:
     def _optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's state_dict with parameter names in place of their indices.
 
-        torch.distributed.checkpoint.state_dict can do this too, but takes a step with zero gradients to find
+        torch.distributed.checkpoint.state_dict does this too, but makes an update with zero gradients to find
         the layout, and supports neither SGD without momentum nor parameters that never had a gradient.
         """
         names = self._optimizer_names()
@@ -207,7 +208,7 @@ class TrainState:
         }
 
     def _as_saved(self, name: str, value: Any) -> Any:
-        """Return a value of a parameter's state as it is saved: dense, as SGD's momentum may be sparse."""
+        """Return a value of a parameter's state in saved form: dense, as SGD's momentum may be sparse."""
         dense = value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
         return self.trainable.as_rows(name, dense)
 

@@ -1,6 +1,7 @@
 """The interface of strategies: how a model is distributed over processes and devices.
 
-The trainer calls these methods and never checks the class. The defaults are for a whole model on one device.
+The trainer calls these methods and never checks the class. The default methods are for a whole model on one
+device.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,7 @@ Fill = Callable[[nn.Module], None]
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """How any strategy computes a model: the settings of `train` with the same names."""
+    """How a strategy computes the model: the settings in `train` with the same names."""
 
     precision: str = "fp32"
     compile: bool = False
@@ -75,9 +76,9 @@ class Strategy:
         gradients_differ: whether ranks update different parameters, or different shards of them.
         algorithm: the all-reduce algorithm in use, known after `wrap`.
         notes: messages for the user about how the settings were applied.
-        order: the order in which gradients and losses are summed; set before `wrap`.
-        report: measures the communication; complete after `wrap`.
-        incomplete_reason: a phrase that says why this process alone cannot save the run; None if it can.
+        order: the order in which gradients and losses are summed; must be set before `wrap`.
+        report: the report on the communication; available after `wrap`.
+        incomplete_reason: the reason why a single process cannot save the run, as a phrase; None if it can.
         fills_by_unit: whether `wrap` fills and shards the model one unit after another.
         uses: the parameters that a step must use on each rank: "all", the "same" on every rank, or "any".
         num_dry_runs: the number of passes until torch has built its buckets; see `trainer.dry_run`.
@@ -130,7 +131,7 @@ class Strategy:
         return model.to(self.device)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the user's module within `model`. Its parameter names have no prefix (not a collective)."""
+        """Return the user's module in `model`, whose parameter names have no prefix (not a collective)."""
         return model
 
     def prepare(self, state: TrainState) -> None:
@@ -158,14 +159,14 @@ class Strategy:
     def share_buffers(self, model: nn.Module) -> None:
         """Give every rank the buffers of rank 0, because running statistics differ (a collective).
 
-        Called before the first step and after the passes of each step, so that every rank has the same model
-        between steps.
+        Called before the first step and after the last backward pass of each step, so that every rank has the
+        same model between steps.
         """
         if self.num_replicas > 1 and not self.order.by_chunks:
             broadcast_buffers(self.unwrap(model), src=0)
 
     def gradient_sync(self, model: nn.Module, enabled: bool) -> AbstractContextManager:
-        """Return the context of a forward and backward pass, which reduces gradients only if `enabled`."""
+        """Return the context of a forward and backward pass, with gradients reduced only if `enabled`."""
         return self.order.chunk(enabled)
 
     def forward_groups(self) -> list[dist.ProcessGroup]:

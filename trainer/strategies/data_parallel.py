@@ -45,8 +45,8 @@ class DataParallel(Strategy):
 class GpuReplica(nn.Module):
     """The module that DataParallel copies to each GPU and calls there in a thread.
 
-    It enters autocast again, because DataParallel enters it in these threads with the default dtype, fp16,
-    even if the run uses bf16.
+    The module enters autocast again, because DataParallel's threads use the default dtype, fp16, even if the
+    run uses bf16.
     """
 
     def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager]) -> None:

@@ -169,7 +169,7 @@ class Ddp(Strategy):
         A parameter without a gradient blocks its bucket and all later buckets.
 
         Raises:
-            UserError: the loss did not use all parameters. Only this rank raises it, while the other ranks
+            UserError: the loss did not use all parameters. Only this rank raises the error, while the others
                 wait.
         """
         timeline, before = hook.timeline, hook.timeline.num_passes

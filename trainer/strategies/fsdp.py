@@ -138,7 +138,7 @@ class Fsdp(Strategy):
 
     @contextmanager
     def evaluating(self, model: nn.Module) -> Iterator[None]:
-        """With strategy.gather_for_evaluation, gather the model on each rank so that no pass communicates."""
+        """With strategy.gather_for_evaluation, gather the model, so that passes don't communicate."""
         self._gathers_model = self.settings.gather_for_evaluation
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and self._gathers_model]
         with self.explaining("evaluation"):
@@ -157,7 +157,7 @@ class Fsdp(Strategy):
         return DTYPES[self.settings.param_dtype or self.compute.precision]
 
     def _units(self, model: nn.Module, excluded: list[nn.Module]) -> list[nn.Module]:
-        """Return the submodules to gather one at a time: children before parents, without the root."""
+        """Return the submodules to gather one at a time, children before parents, without the root."""
         names = {module: name for name, module in model.named_modules()}
         can_be_gathered = functools.partial(is_self_contained, holders=holders_of(model))
         units = named_units(model) or list(
@@ -190,7 +190,7 @@ class Fsdp(Strategy):
                 module.reshard()
 
     def _reshard_without_gradient(self, root: nn.Module, *_: object) -> None:
-        """Reshard the root after a forward pass without gradients; otherwise, only a backward pass would."""
+        """Reshard the root after a forward pass without gradients, because no backward pass will do so."""
         if not torch.is_grad_enabled() and not self._gathers_model:
             cast(FSDPModule, root).reshard()
 
@@ -202,7 +202,8 @@ class Fsdp(Strategy):
 class UsedParameters:
     """Finds the parameters that no rank used in a step, to which torch gives gradients of zeros.
 
-    An update with zeros would apply weight decay and momentum to them. Under ddp, they have no gradient.
+    An update with zeros would apply weight decay and momentum to these parameters. Under ddp, they have no
+    gradient.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

@@ -30,7 +30,7 @@ class InitialModel:
 
     Attributes:
         module: as its constructor built it; names and shapes are the same on every rank.
-        notes: the reason, if every rank had to build the whole model.
+        notes: if every rank had to build the whole model, the reason.
         loaded: the initial weights read from a file, by the id of the model's tensor; complete on rank 0.
     """
 
@@ -73,7 +73,7 @@ def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) 
         ranks: if given, only rank 0 builds the whole model, because the strategy fills it unit by unit.
 
     Raises:
-        UserError: in the second call, a cache returned a meta tensor of the first call.
+        UserError: a cache returned a meta tensor from the first call in the second call.
     """
     if ranks is None or ranks.world_size == 1:
         return InitialModel(_whole(build, seed), seed)
@@ -129,7 +129,7 @@ def _whole(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def _from_rank_0(tensors: list[Tensor], ranks: Ranks) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of each tensor and its replacement with rank 0's values; rank 0 replaces none."""
+    """Return pairs of a tensor and its replacement with rank 0's values; [] on rank 0."""
     if ranks.is_main:
         broadcast_tensors([tensor.detach().to(ranks.device) for tensor in tensors], src=0)
         return []
@@ -145,7 +145,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _described(model: nn.Module) -> list[tuple[object, ...]]:
-    """Describe the broadcast tensors: names, ties, types and layouts must be equal on all ranks."""
+    """Describe the names, ties, types and layouts of tensors, which must be equal on all ranks."""
     first: dict[int, str] = {}
     return [
         (name, first.setdefault(id(tensor), name), type(tensor), tensor.shape, tensor.stride(), tensor.dtype)

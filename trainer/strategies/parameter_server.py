@@ -70,7 +70,7 @@ class ParameterServer(Strategy):
         return Exchange(parameters, self.servers, self.workers, self.ranks.rank, self._group, bucket_bytes)
 
     def prepare(self, state: TrainState) -> None:
-        """Drop the optimizer state of other ranks' parameters, which a checkpoint gave to every rank."""
+        """Drop the optimizer state of other ranks' parameters, which a resume loads on every rank."""
         self.exchange.reset_counters()
         own = set(self.exchange.owned.get(self.ranks.rank, ()))
         for parameter in [p for p in state.optimizer.state if isinstance(p, Tensor) and p not in own]:
@@ -112,7 +112,7 @@ class ParameterServer(Strategy):
             del optimizer_state[key]
 
     def _to_main(self, src: int, values: list[Any]) -> list[Any]:
-        """Return the values of rank `src` on rank 0, and [] elsewhere; all ranks pass the same number."""
+        """Return the `values` of rank `src` on rank 0, [] on other ranks; all ranks pass the same number."""
         box: list[Any] = [[]]
         if values and self.ranks.rank == src != 0:
             on_host = mapped(values, lambda value: value.cpu() if isinstance(value, Tensor) else value)

@@ -1,4 +1,4 @@
-"""Check and change where and how the parameters of a model are stored in memory."""
+"""Check and change the devices and memory layouts of a model's parameters."""
 
 import itertools
 from collections import defaultdict
@@ -21,7 +21,7 @@ def lay_out_channels_last(model: nn.Module) -> None:
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """Return the devices of the parameters, in order; several if the model's constructor placed it so."""
+    """Return the distinct devices of the parameters, in order."""
     return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
 
 

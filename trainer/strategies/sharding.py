@@ -83,7 +83,7 @@ class StaleReferenceCheck:
                 self._replaced[self._prefixes[unit] + name] = weakref.ref(parameter)
 
     def guard(self) -> None:
-        """Raise an error at the first gradient of a replaced parameter; unused references are allowed."""
+        """Raise an error as soon as a replaced parameter gets a gradient; unused references are allowed."""
         for name, reference in self._replaced.items():
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
@@ -91,7 +91,7 @@ class StaleReferenceCheck:
 
 
 def holders_of(model: nn.Module) -> dict[object, set[nn.Module]]:
-    """Return, for each parameter and each module, the modules that have it as an attribute."""
+    """Return, for each parameter and module, the modules of which it is an attribute."""
     holders: dict[object, set[nn.Module]] = {}
     for module in model.modules():
         for attribute in (*module.parameters(recurse=False), *module.children()):
@@ -163,9 +163,9 @@ def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserErr
         )
     if is_mixed and phase == "backward":
         return UserError(
-            "strategy=fsdp: the loss uses parameters outside the model's forward pass, where they are "
-            "sharded, for example in a penalty over model.parameters(); use optim.weight_decay, compute the "
-            "penalty in the forward pass, or use strategy=ddp"
+            "strategy=fsdp: the loss uses parameters outside the model's forward pass, but there they are "
+            "only shards, for example in a penalty over model.parameters(); use optim.weight_decay, compute "
+            "the penalty in the forward pass, or use strategy=ddp"
         )
     if is_mixed:
         return UserError(

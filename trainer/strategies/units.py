@@ -1,4 +1,4 @@
-"""Units are the modules that FSDP gathers one at a time, or whose activations are recomputed."""
+"""Units: the modules that FSDP gathers one at a time, or whose activations are recomputed."""
 
 import functools
 import importlib
@@ -36,8 +36,8 @@ _FAMILIES = {
 def checkpoint_activations(model: nn.Module, settings: UnitsConfig, compiled: bool = False) -> str:
     """Make units store only their inputs, and recompute their activations in the backward pass.
 
-    This saves the memory of activations within units, and costs up to one more forward pass. Call it before
-    the model is wrapped, under any strategy.
+    This saves the memory of activations within units, at the cost of up to one more forward pass. Call it
+    before the model is wrapped, under any strategy.
 
     Args:
         settings: `every` selects every n-th unit, starting with the first; `keep` names operations whose

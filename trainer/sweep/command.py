@@ -1,4 +1,4 @@
-"""Start a sweep from its command line: find the swept settings, check combinations, and run the trials."""
+"""Start a sweep from its command line: find the swept settings, check their values, and run the trials."""
 
 import fcntl
 import functools
@@ -53,7 +53,7 @@ def sweep(
 
     @functools.cache
     def exists(key: str, value: str) -> bool:
-        """Return whether the setting `key` exists with some choice of the swept groups."""
+        """Return whether the setting `key` exists for some choice of the swept configuration groups."""
         for choices in grid(groups):
             try:
                 loader.load_sweep_config(composed, [*common, *words_of({**choices, key: value})])
@@ -99,7 +99,7 @@ def sweep(
         lock = (folder / ".lock").open("ab")  # until this process ends
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UserError(f"another sweep is running in hydra.sweep.dir={folder}; set another one") from error
+        raise UserError(f"another sweep is running in hydra.sweep.dir={folder}; change it") from error
     except OSError as error:
         raise UserError(f"hydra.sweep.dir={folder} cannot be written: {error}") from error
     log = TrialLog(folder, common, wanted.metric)

@@ -10,7 +10,7 @@ from trainer.sweep.trials import FINAL, PRUNED, Trial, TrialLog, values_of
 
 
 class Pruning:
-    """An Optuna study of the sweep, to which the evaluations in each trial's files are reported.
+    """An Optuna study of the sweep, to which the evaluations of each trial are reported from its files.
 
     Trials are compared after the same number of evaluations, since their batch sizes may differ. Trials that
     ended before the sweep was started again are reported at once.

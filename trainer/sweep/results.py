@@ -60,7 +60,7 @@ def table(trials: Sequence[Trial], wanted: SweepConfig) -> str:
 
 
 def state(trial: Trial) -> str:
-    """Return the state of a trial; for a pruned trial, with its step."""
+    """Return the state of a trial; for a pruned trial, the state and the step."""
     return trial.state + (f" at step {trial.pruned_at}" if trial.state == PRUNED else "")
 
 
@@ -111,7 +111,7 @@ def write_hparams(folder: Path, trials: Sequence[Trial], metric: str) -> None:
 
 
 def draw(path: Path, trials: Sequence[Trial], wanted: SweepConfig) -> bool:
-    """Draw the metric over each swept setting, and return whether there was something to compare.
+    """Plot the metric against each swept setting; return False if there are no settings or values to compare.
 
     Pruned trials are crosses at their last value, clipped to the range of the trials that are done.
     """
@@ -161,7 +161,7 @@ def _cells(trial: Trial, keys: Sequence[str]) -> list[str]:
 
 
 def _column(trials: Sequence[Trial], key: str) -> dict[int, float | str]:
-    """Return the values of a setting by the index of each trial that has it.
+    """Return the values of the setting `key`, by the indices of the trials that have it.
 
     Values are numbers if all are finite numbers, otherwise strings: the HParams tab hides mixed types.
     """

@@ -1,4 +1,4 @@
-"""Run a sweep: start trials while there is room, and record how each ends, until none is left."""
+"""Run a sweep: start trials while there is room, and record how each trial ends."""
 
 import math
 import os
@@ -50,7 +50,8 @@ class Runner:
     """Starts the trials of a sweep, and follows each to its end.
 
     Args:
-        search: combinations, each with its config or its error message, requested when a trial can start.
+        search: an iterator of combinations, each with its config or an error message; advanced when a trial
+            can start.
         options: Hydra's own options, for the command line of each trial.
     """
 
@@ -83,7 +84,8 @@ class Runner:
         say(results.write(self._log, self._wanted))
         if self._mistake is not None:
             raise UserError(
-                f"{self._mistake}. The sweep has stopped. Correct this, and repeat the command to continue it"
+                f"{self._mistake}. The sweep has stopped. Correct the mistake, and repeat the command to "
+                "continue the sweep"
             )
         invalid = [trial for trial in self._trials if trial.state == trials.INVALID]
         if invalid:
@@ -120,8 +122,8 @@ class Runner:
     def _start_next(self) -> bool:
         """Start a trial, if there is one and room for it; return whether a trial was started.
 
-        The search is queried only if there is room for a trial like the last one, so that it knows most
-        results.
+        The search is advanced only if there is room for a trial like the last, so that it knows as many
+        results as possible.
         """
         if self._running and self._room(self._running[-1]) is None:
             return False
@@ -241,7 +243,7 @@ class Runner:
 
 
 def _reason(attempt: Attempt, folder: Path) -> str:
-    """Return the message in failure.json, or else the last line of output that is not an indented hint."""
+    """Return the message in failure.json, or else the last line of output that is not indented."""
     if (
         failure_file.written_at(folder) != attempt.failed_before
         and (end := failure_file.read(folder)) is not None

@@ -41,8 +41,8 @@ def with_settings(
     """Yield each distinct combination with its config, or with the error message, which is also printed.
 
     Args:
-        compose: returns the combination, without settings that do not exist given its other choices, and
-            its config. Several combinations may then become equal; only the first is yielded.
+        compose: returns the config of a combination, and the combination without settings that do not exist
+            for its other choices. Of combinations that become equal, only the first is yielded.
     """
     seen = set()
     for combination in combinations:
@@ -84,7 +84,7 @@ def suggestions(
     sampler = optuna.samplers.TPESampler if wanted.search == "tpe" else optuna.samplers.RandomSampler
 
     def known() -> Iterator[tuple[list[Trial], Any]]:
-        """Yield the trials of each combination, and the Optuna trial that represents them."""
+        """Yield, for each combination, its trials and the Optuna trial that represents them."""
         for trials in log.combinations(space):
             outcome: dict[str, Any] = {"state": optuna.trial.TrialState.FAIL}
             if len(values := values_of(trials)) == len(trials):

@@ -43,7 +43,7 @@ class RunFiles:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The numbers in result.json, and the last values in metrics.jsonl, which may be NaN."""
+        """The numbers in result.json, and the last values in metrics.jsonl, of which any may be NaN."""
         last = {name: values[max(values)] for name, values in self.scalars.items()}
         numbers = {name: value for name, value in self.result.items() if type(value) in (int, float)}
         return last | numbers
@@ -70,7 +70,7 @@ class Trial:
 
 
 class TrialLog:
-    """All trials in a sweep's folder by their overrides; all trials of this command share `common`."""
+    """All trials in a sweep's folder, by overrides; those of this command share the overrides `common`."""
 
     def __init__(self, folder: Path, common: Sequence[str], metric: str) -> None:
         self.folder, self._common, self._metric = folder, common, metric
@@ -82,7 +82,7 @@ class TrialLog:
             trial.value = RunFiles(folder / trial.folder).metrics.get(metric)
 
     def trial(self, swept: Combination) -> Trial:
-        """Return the trial with these values: a new one, unless the log already contains it."""
+        """Return the trial with the values `swept`: that in the log, or else a new trial."""
         if known := self.trials.get(_key([*self._common, *words_of(swept)])):
             return known
         given = {key: value for key, value in swept.items() if value is not None}
@@ -96,8 +96,8 @@ class TrialLog:
     def is_final(self, trial: Trial) -> bool:
         """Return whether `trial` has ended and its folder still exists, so that it is not run again.
 
-        An invalid trial is run again if no trial has worked so far, because all may have shared a mistake,
-        such as a missing file, that has been corrected since.
+        An invalid trial is run again if no trial has worked so far, because all trials may have failed for
+        one reason, such as a missing file, that no longer exists.
         """
         if trial.state == INVALID and not self._works:
             return False

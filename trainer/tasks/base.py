@@ -45,9 +45,9 @@ class Task(Protocol):
     order.
 
     If the attribute ``metric_names`` lists all metrics of a task, a ``checkpoint.keep_best.metric`` that does
-    not exist raises an error before training. If evaluation computes a different loss from training, ``loss``
-    may store evaluation's loss of its batch, detached, in the attribute ``plain_loss``, which is logged for
-    comparison with ``eval/loss``.
+    not exist raises an error before training. If evaluation computes a different loss than training, ``loss``
+    may also compute the evaluation loss for its batch, and store it, detached, in the attribute
+    ``plain_loss``, which is logged for comparison with ``eval/loss``.
     """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Mapping[str, Any]]:
@@ -59,11 +59,12 @@ class Task(Protocol):
         """
 
     def begin_step(self, step: int, last_step: int, model: nn.Module) -> None:
-        """Called before the first micro-batch of each optimizer step, on every rank, also after a resume.
+        """Called before the first micro-batch of each optimizer step, on every rank.
 
-        Use it for whatever depends on the step: alternating networks, a decaying rate, which parameters are
-        trained. Set attributes of the task, or call `requires_grad_` on the model's parameters; neither needs
-        to be in a checkpoint. The dry run also calls it, with the number of the next step.
+        Use this method for whatever depends on the step: alternating networks, a decaying rate, which
+        parameters are trained. Set attributes of the task, or call `requires_grad_` on the model's
+        parameters; neither needs to be in a checkpoint. The dry run also calls it, with the number of the
+        next step.
 
         Args:
             step: number of the step, counted from 1.
@@ -96,19 +97,19 @@ class Task(Protocol):
         """
 
     def compile(self) -> None:
-        """Compile the computations of `loss` outside the model; called once if `train.compile=true`."""
+        """Compile what `loss` computes outside the model; called once if `train.compile=true`."""
 
     def num_tokens(self, batch: Any) -> int | Tensor:
         """Return the number of counted tokens, for usage/tokens_per_second."""
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return float64 sums over the batch, on the model's device, of the same length for every batch.
+        """Return sums over the batch, float64, on the model's device, of the same length for every batch.
 
         On a Mac's GPU, which lacks float64, return float32; the trainer adds batches in float64 on the CPU.
         """
 
     def summarise(self, sums: Tensor) -> dict[str, float]:
-        """Return metrics from the sums over all samples of all ranks; ``loss`` is used to compare runs."""
+        """Return metrics from the sums over all ranks' samples; ``loss`` is used to compare runs."""
 
     def rows(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return tensors (B, ...) by name, a row per sample, with one shape and dtype in all batches."""

@@ -57,7 +57,7 @@ class Classification:
         return num_counted(inputs_and_labels(batch)[1])
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return sums: [loss, correct, labels, correct in the top five, labels of the top five, confusions].
+        """Return the sums [loss, correct, labels, top-five correct, top-five labels, confusions...].
 
         The two top-five sums are 0 for up to five classes. Confusion i * classes + j is the number of
         samples of class i predicted as class j.
@@ -74,7 +74,7 @@ class Classification:
         )
 
     def predict(self, model: nn.Module, batch: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Return label (B,) if given, the most likely class (B,) and the probabilities (B, classes)."""
+        """Return the label (B,), if given, the most likely class (B,), and the probabilities (B, classes)."""
         inputs, labels = inputs_and_any_labels(batch)
         logits = logits_of(model(inputs))
         known = {} if labels is None else {"label": classes_of(labels, logits)}

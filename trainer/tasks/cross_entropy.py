@@ -31,7 +31,7 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
 
 
 def inputs_and_any_labels(batch: Any) -> tuple[Any, Tensor | None]:
-    """Return the inputs and the labels of a batch; None as labels if the batch is only the inputs."""
+    """Return the inputs and the labels of a batch; the labels are None if the batch contains only inputs."""
     return (batch, None) if isinstance(batch, Tensor) else inputs_and_labels(batch)
 
 
@@ -48,12 +48,12 @@ def counted(labels: Tensor) -> Tensor:
 
 
 def classes_of(labels: Tensor, logits: Tensor) -> Tensor:
-    """Return `labels` as classes (B, ...), int64; the likeliest class of probabilities or one-hot labels."""
+    """Return `labels` as classes (B, ...), int64; for probabilities or one-hot labels, the likeliest."""
     return double(labels).argmax(dim=1).to(labels.device) if labels.shape == logits.shape else labels.long()
 
 
 class CrossEntropy:
-    """torch's cross entropy, with an error that names invalid labels and the `setting` to change.
+    """torch's cross entropy, with an error message that names invalid labels and the `setting` to change.
 
     Labels are classes (B, ...) or, in the shape of the logits (B, classes, ...), probabilities or one-hot. On
     a GPU only the labels of the first batch are checked, because each check waits for the GPU.

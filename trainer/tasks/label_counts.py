@@ -1,4 +1,4 @@
-"""Numbers of counted labels in micro-batches, by which their losses are weighted."""
+"""Count the labels in micro-batches (except ignored labels), by which their losses are weighted."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ _LEAST, _MOST = 1e-30, 1e30  # ranks compare counts in fp32, where numbers outsi
 def count_labels(task: Task, batch: Any, split: BatchSplit) -> float:
     """Return the number of counted labels of a micro-batch: the task's `weight`, or the number of samples.
 
-    Called before the batch is moved to the device. `data.collate` may drop samples, so their number is
-    counted.
+    Called before the batch is moved to the device. Samples are counted in the batch, because `data.collate`
+    may drop some.
     """
     if (weight := getattr(task, "weight", None)) is None:
         size, is_only_one = split.micro_batch_size, split.num_micro_batches == 1
@@ -69,8 +69,9 @@ def divided(loss: Tensor, all_labels: float, label_count: float) -> Tensor:
     rank's backward pass.
 
     Args:
-        all_labels: counted labels of the step: the total, or the mean per rank if gradients are averaged.
-        label_count: counted labels of the micro-batch.
+        all_labels: number of counted labels in the step: the total, or the mean per rank if gradients are
+            averaged.
+        label_count: number of counted labels in the micro-batch.
     """
     if not label_count:
         return loss.nan_to_num(0.0, 0.0, 0.0) * 0
@@ -95,14 +96,14 @@ def loss_of(
 
 
 def scalar(value: Any, source: str, device: torch.device) -> Tensor:
-    """Return a number from a task as a scalar tensor. Raises UserError if `value` is not a real number."""
+    """Return a number from a task as a scalar tensor. Raise UserError if `value` is not a real number."""
     if not isinstance(value, int | float) and not real_tensor(value, source, ()).is_cpu:
         return value.to(device)
     return torch.full((), float(value), device=device)  # copying a tensor would wait for the GPU
 
 
 def real_tensor(value: Any, source: str, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Return a tensor from a task. Raises UserError if it is not real, or not of `shape` if that is set."""
+    """Return a tensor from a task. Raise UserError if it is not real, or does not have the given `shape`."""
     if not isinstance(value, Tensor) or value.is_complex() or shape not in (None, value.shape):
         of = "" if shape is None else f" of shape {tuple(shape)}"
         raise UserError(f"{source} returned {described(value)}, but must return a tensor{of} of real numbers")

@@ -76,7 +76,7 @@ class LanguageModelling:
         return counted(batch[1]).sum()
 
     def eval_sums(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return sums: [loss, tokens]."""
+        """Return the sums [loss, tokens]."""
         loss = double(self._loss(model, batch, "sum"))
         return torch.stack([loss, self.num_tokens(batch).to(loss)])
 

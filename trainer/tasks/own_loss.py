@@ -1,4 +1,4 @@
-"""A task for models that compute their own loss, like those of Hugging Face when given labels."""
+"""A task for models that compute their own loss, like Hugging Face models that get labels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +50,7 @@ class OwnLoss:
         return counted(labels[:, 1:] if labels.ndim > 1 and self.shifted else labels).sum()
 
     def eval_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return sums: [loss, counted labels] and, if the model returns logits, correct labels."""
+        """Return the sums [loss, counted labels] or, if the model returns logits, [..., correct labels]."""
         output = self._output(model, batch)
         loss = double(self._loss(output))
         count = torch.as_tensor(self.weight(batch)).to(loss)
@@ -69,9 +69,9 @@ class OwnLoss:
         output, labels = self._output(model, batch), batch.get("labels")
         if (logits := _logits(output)) is None:
             raise UserError(
-                "OwnLoss predicts classes from logits (B, classes), which this model does not return; return "
-                "a dict of loss and logits from the model, or set data.task to your own task with a method "
-                "predict"
+                "OwnLoss predicts classes from logits (B, classes), which this model does not return; "
+                "return a dict of loss and logits from the model, or set data.task to your own task with a "
+                "`predict` method"
             )
         known = {} if labels is None or labels.ndim != 1 else {"label": labels}
         return known | {"prediction": logits.argmax(1), "probabilities": logits.softmax(dim=1)}

@@ -15,7 +15,7 @@ _CORRECT, _WRONG = (0, 110, 0), (190, 0, 0)  # colours of captions
 
 
 def captioned(images: Tensor, captions: Sequence[str], correct: Sequence[bool]) -> Tensor:
-    """Arrange images (N, 1 or 3, H, W) in rows of 8, with captions below: green if `correct`, else red."""
+    """Arrange images (N, 1 or 3, H, W) in rows of 8, with captions in green if `correct`, else in red."""
     pixels = images.detach().float().cpu()
     low, high = pixels.amin((1, 2, 3), keepdim=True), pixels.amax((1, 2, 3), keepdim=True)
     pixels = (pixels - low) / (high - low).clamp(min=1e-12) * 255

@@ -1,4 +1,4 @@
-"""Ranking metrics over all samples, computed exactly, ties included."""
+"""Exact ranking metrics over all samples, with correct treatment of ties."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def auc(scores: Tensor, labels: Tensor) -> float:
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float:
-    """Return the mean precision over positive samples, each with its own score as the threshold.
+    """Return the mean, over positive samples, of the precision with the sample's score as the threshold.
 
     Like scikit-learn's `average_precision_score`, it does not interpolate. Arguments are those of `auc`; the
     result is NaN if there are no positives, or if a score is NaN.

@@ -24,7 +24,7 @@ class Regression:
     of all K targets around their means (0 for a model that predicts the means).
 
     Args:
-        loss: mse | l1 | huber, averaged over all numbers.
+        loss: mse | l1 | huber, averaged over all targets.
     """
 
     metric_names = ("loss", "rmse", "mae", "r2")
@@ -67,7 +67,7 @@ class Regression:
         return {"target": targets, "prediction": outputs}
 
     def _outputs(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return outputs and targets as (B, K), because torch would broadcast (B,) and (B, 1) to (B, B)."""
+        """Return outputs and targets, both (B, K): torch would broadcast (B,) and (B, 1) to (B, B)."""
         inputs, targets = inputs_and_labels(batch)
         outputs, targets = (
             values.float().reshape(len(values), -1) for values in (logits_of(model(inputs)), targets)

@@ -1,4 +1,4 @@
-"""Compare, sum and hash the bits of tensors. If compared as numbers, NaN would differ from itself."""
+"""Compare, sum and hash the bits of tensors, so that NaN equals itself."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +37,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def bit_sums(named: Named) -> dict[str, int]:
-    """Return, by name, the sum of each tensor's bits read as integers; any single change alters it."""
+    """Return, by name, the sum of each tensor's bits as integers; a change of any one element changes it."""
     return _numbers(named, bit_sum)
 
 
@@ -55,7 +55,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def bit_hashes(named: Named) -> dict[str, int]:
-    """Return the hash of each tensor, by name, which unlike a sum depends on the position of each bit."""
+    """Return a hash of each tensor, by name. Unlike a sum, a hash depends on the position of each bit."""
     return _numbers(named, bit_hash)
 
 

@@ -29,7 +29,7 @@ def seed_micro_batch(seed: int, step: int, micro_batch: int, devices: Sequence[t
     Args:
         step: -1 for evaluation, which draws the same numbers each time.
         micro_batch: the index of the micro-batch within the step, over all replicas; in evaluation, the index
-            of its first sample.
+            of the micro-batch's first sample.
     """
     drawn = hashlib.blake2b(f"{seed} {step} {micro_batch}".encode(), digest_size=20).digest()
     for_torch = int.from_bytes(drawn[:8], "little")
@@ -59,7 +59,7 @@ def mixed_seed(seed: int, number: int) -> int:
 
 @contextmanager
 def generators_kept(of_accelerators: bool = True) -> Iterator[None]:
-    """Restore the random generators of this process on exit; those of GPUs only if `of_accelerators`."""
+    """On exit, restore the random generators of this process, on GPUs only if `of_accelerators`."""
     python_state, numpy_state, kind, devices = random.getstate(), np.random.get_state(), "cpu", range(0)
     if of_accelerators and (accelerator := torch.accelerator.current_accelerator()) is not None:
         module: Any = torch.get_device_module(accelerator)

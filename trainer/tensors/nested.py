@@ -18,7 +18,7 @@ def leaves(value: Any, within: tuple[Any, ...] = ()) -> list[Any]:
     """Return the leaves of `value` in order; [value] if it is a leaf.
 
     The leaves of an object that moves itself are those of its attributes. Containers may contain each other;
-    `within` lists those around `value`.
+    `within` contains the containers around `value`.
     """
     parts = _parts(value)
     if parts is None and moves_itself(value):

@@ -1,4 +1,4 @@
-"""All-reduce algorithms as data, in the form of schedule.py, for P ranks and buckets of N bytes.
+"""All-reduce algorithms as data (see schedule.py), for P ranks and buckets of N bytes.
 
 To add an algorithm, write a function here, and add its name to ALGORITHMS below, to COMMS in
 trainer/config/schema.py, and as a file conf/comm/NAME.yaml with its settings. DDP, `benchmarks.allreduce` and
@@ -17,7 +17,7 @@ Algorithm = Callable[[int, Sequence[int]], Schedule]  # (rank, host of every ran
 
 
 def _ring(ring: Sequence[int], position: int, parts: int, low: int = 0) -> Schedule:
-    """Return a reduce-scatter and an all-gather around `ring`, of the parts from `low` on."""
+    """Return a reduce-scatter and an all-gather around `ring`, for the parts from `low` on."""
     size = len(ring)
     left, right = ring[position - 1], ring[(position + 1) % size]
 
@@ -50,7 +50,7 @@ def _deepest(hosts: Hosts) -> int:
 
 
 def tree(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Tree: sums go up a binary tree to its root, and the total goes down, in 2 log2 P rounds of N bytes.
+    """Tree: sums move up a binary tree to its root, and the total moves down, in 2 log2 P rounds of N bytes.
 
     The first ranks of the hosts form a binary tree, and so do the ranks of each host, so each host's link
     carries N bytes up and N down per neighbour. Source: Thakur, Rabenseifner & Gropp, "Optimization of
@@ -72,7 +72,7 @@ def tree(rank: int, hosts: Sequence[int]) -> Schedule:
 
 
 def halving_doubling(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Halving-doubling: pairs exchange halves, quarters, ... to add, then back to copy, in 2 log2 P rounds.
+    """Halving-doubling: pairs of ranks add halves, quarters, ..., then copy them back, in 2 log2 P rounds.
 
     Each rank sends 2N(P-1)/P bytes if P is a power of two. Otherwise, each of the P - 2^k excess ranks first
     sends N bytes to a neighbour, and receives the result at the end. The nearest partners exchange the
@@ -119,12 +119,12 @@ def _shard_rings(hosts: Hosts) -> tuple[tuple[int, ...], ...]:
 
 
 def hierarchical(rank: int, hosts: Sequence[int]) -> Schedule:
-    """Hierarchical: reduce-scatter inside each host, a ring across hosts per shard, all-gather in each host.
+    """Hierarchical: reduce-scatter in each host, a ring across hosts for each shard, all-gather in each host.
 
     Each host's link carries 2N(H-1)/H bytes for H hosts and any number of ranks; with a flat ring, it carries
     2N(P-1)/P. The smallest host has one shard per rank; additional ranks of a larger host send to the owners
     of the shards, and receive from them. Source: Jia et al., "Highly Scalable Deep Learning Training System
-    with Mixed-Precision", 2018, section 4.2 (there with one shard); NCCL's in-host stage.
+    with Mixed-Precision", 2018, section 4.2 (with one shard).
     """
     members = by_host(Hosts.of(hosts))
     host, index = positions_in_hosts(Hosts.of(hosts))[rank]

@@ -1,9 +1,9 @@
 """Divide a bucket into segments and interleave their rounds, so that links and memory work at the same time.
 
-Every rank makes the visits of a bucket in the same order. Visit (segment, k) completes the receives of round
-k - 1 and starts round k. A sweep visits each segment in flight once, oldest first, and `width` more segments
-enter with every sweep, up to `IN_FLIGHT`. While a rank waits for one segment, the sends of the other segments
-keep the links busy.
+Every rank visits the segments of a bucket in the same order. Visit (segment, k) completes the receives of
+round k - 1 and starts round k. A sweep visits each segment in flight once, oldest first, and `width` more
+segments enter with every sweep, up to `IN_FLIGHT`. While a rank waits for one segment, the sends of the other
+segments keep the links busy.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def segment_bounds(numel: int, num_segments: int) -> list[tuple[int, int]]:
 
 
 def first_sweep(segment: int, num_rounds: int, width: int) -> int:
-    """Return the sweep with which `segment` enters, after the last visit of segment - `IN_FLIGHT`."""
+    """Return the sweep in which `segment` is first visited, after the last visit of segment - `IN_FLIGHT`."""
     turn, position = divmod(segment, IN_FLIGHT)
     return turn * max(-(-IN_FLIGHT // width), num_rounds + 1) + position // width
 

@@ -1,4 +1,4 @@
-"""Apply a schedule to a bucket of known length: what a rank sends and receives at each visit."""
+"""Apply a schedule to a bucket of known length, to determine what a rank sends and receives at each visit."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """Process `receives`, then complete the sum of the elements `owned`, if any, then start `sends`."""
+    """Process `receives`, then complete the sum of the elements in `owned`, if any, then start `sends`."""
 
     receives: tuple[Move, ...]
     owned: tuple[int, int] | None
@@ -49,7 +49,7 @@ class Visit:
 def lay_out(
     schedule: Schedule, numel: int, itemsize: int, segment_bytes: int, width: int
 ) -> list[list[Visit]]:
-    """Return the visits of each sweep over a bucket's segments; they receive what the previous sweep sent.
+    """Return the visits of each sweep over a bucket's segments; a sweep receives what the previous one sent.
 
     Args:
         itemsize: bytes per element on the wire.
@@ -75,7 +75,7 @@ def lay_out(
 
 
 def _elements(schedule: Schedule, begin: int, end: int, segment: tuple[int, int]) -> tuple[int, int]:
-    """Return the elements of the parts [begin, end) within a segment, as a range."""
+    """Return the range of elements in both a segment and the parts [begin, end)."""
     first, last = segment
     return first + schedule.boundary(begin, last - first), first + schedule.boundary(end, last - first)
 
@@ -88,7 +88,7 @@ def _messages(schedule: Schedule, ops: Sequence[Op], segment: tuple[int, int]) -
 
 
 def messages_in_flight(schedule: Schedule) -> int:
-    """Return the largest number of messages to one peer that the peer reads only at later visits.
+    """Return the largest number of messages to a peer that it has not yet read.
 
     A message is read at the next visit of its segment, so each segment in flight has the messages of one
     round.
@@ -98,7 +98,7 @@ def messages_in_flight(schedule: Schedule) -> int:
 
 
 def chunks_in_flight(schedule: Schedule, width: int) -> int:
-    """Return the largest number of chunks that peers read only at later visits, plus those of one visit.
+    """Return the largest number of chunks that peers have not yet read, plus those of one visit.
 
     Each segment in flight has the chunks of one round, and at most `width` segments are in the same round.
     """
@@ -108,6 +108,6 @@ def chunks_in_flight(schedule: Schedule, width: int) -> int:
 
 
 def largest_chunk(schedule: Schedule, segment_bytes: int) -> int:
-    """Return an upper limit for the bytes of a chunk: segments and parts differ by at most one element."""
+    """Return an upper limit for the bytes of a chunk; sizes of segments and parts differ by at most 1."""
     widest = max((op.end - op.begin for ops in schedule.rounds() for op in ops), default=0)
     return (segment_bytes + _MAX_ITEMSIZE) * widest // schedule.parts + 2 * _MAX_ITEMSIZE

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache
 
 
 class Hosts(tuple[int, ...]):
-    """The host of every rank, with a cached hash, to build the schedules of thousands of ranks fast."""
+    """The host of every rank, with a cached hash, for fast construction of thousands of ranks' schedules."""
 
     @classmethod
     def of(cls, hosts: Sequence[int]) -> "Hosts":
@@ -52,7 +52,7 @@ class TreePosition:
 
 @lru_cache(maxsize=16)
 def tree(hosts: Hosts) -> tuple[TreePosition, ...]:
-    """Return each rank's position in a tree of the hosts' first ranks, each the root of its host's tree."""
+    """Return each rank's position in a tree of the hosts' first ranks, each the root of its host's ranks."""
     groups = by_host(hosts)
     leaders = [ranks[0] for ranks in groups]
 

@@ -1,13 +1,13 @@
 """An all-reduce as data: what one rank sends, receives, adds and copies, round by round.
 
 A schedule contains no tensors and needs no network. The executor runs it, a test verifies it, and the traffic
-counter and the cost model read it. The schedules of all ranks are valid together if four rules apply:
+counter and the cost model read it. The schedules of all ranks must follow four rules:
 
 - A message sent in round k is received in round k, so every rank's schedule has the same number of rounds.
 - A send reads the chunk as it is after the previous rounds.
 - A rank adds nothing to parts that it has sent, so that peers may read a message from the bucket itself until
   the finished sum arrives.
-- Only one rank, the owner of the part, computes the final sum of each part, in a fixed order, and the other
+- Only one rank, the owner of a part, computes the final sum of the part, in a fixed order, and the other
   ranks copy it, so that all ranks end with the same bits.
 """
 
@@ -57,7 +57,7 @@ class Phase:
 
 
 def in_phases(rounds: Sequence[Sequence[Op]]) -> tuple[Phase, ...]:
-    """Return one phase for each round, and one for all consecutive idle rounds, which large trees have."""
+    """Return a phase for each round; consecutive idle rounds, which large trees have, share a phase."""
     phases: list[Phase] = []
     for idle, run in groupby(map(tuple, rounds), key=lambda ops: not ops):
         same = list(run)
@@ -95,5 +95,5 @@ class Schedule:
         return (op for phase in (*self.reduce, *self.gather) for op in phase.ops)
 
     def boundary(self, part: int, numel: int) -> int:
-        """Return the first element of `part` in a bucket of `numel` elements; of part `parts`, the end."""
+        """Return the first element of `part` in a bucket of `numel` elements; for `parts`, its end."""
         return part * numel // self.parts

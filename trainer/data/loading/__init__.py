@@ -1,1 +1,1 @@
-"""Loading of batches, from data read by index and from streams."""
+"""Load batches, from data that is read by index and from streams."""

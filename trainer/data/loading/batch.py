@@ -35,7 +35,7 @@ class BatchSplit:
 
     @property
     def fewer(self) -> int:
-        """How many micro-batches fewer per step this process has than the busiest one."""
+        """The number of micro-batches per step by which this process has fewer than the busiest one."""
         return self._most - self.accumulation
 
     @property
@@ -43,11 +43,11 @@ class BatchSplit:
         return -(-self.num_micro_batches // self.num_replicas)
 
     def first_micro_batch(self, replica: int) -> int:
-        """Return the index, within a step, of the first micro-batch of this process, which is `replica`."""
+        """Return the index, within a step, of the first micro-batch of `replica`."""
         return replica * self.accumulation if self.chunks is None else self.chunks.start
 
     def micro_batches(self, first: int, replica: int, held_out: bool = False) -> Iterator[tuple[int, range]]:
-        """Yield, per micro-batch from sample `first` on, its first sample over all replicas and its own ones.
+        """Yield, for each micro-batch from `first` on, its first sample over all replicas and own samples.
 
         Replica r of R gets the samples r::R, as in torch's DistributedSampler, or with `chunks`, its chunks.
         With `held_out`, all replicas yield the same number of micro-batches; some may be empty.

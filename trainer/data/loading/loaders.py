@@ -1,4 +1,4 @@
-"""Loaders of training and validation data: a reader that answers requests, in data workers or this process.
+"""Loaders of training and validation data, whose reader runs in data workers or in this process.
 
 `train_loader` and `eval_loader` create a loader for data read by index or for a stream, with one interface. A
 loader lives for the whole run.
@@ -71,7 +71,7 @@ class Batches:
         return [answer.batch for answer in self._next]
 
     def first_read(self) -> Mapping[int, int]:
-        """Return hashes of samples by index, for a comparison across ranks."""
+        """Return hashes of the first samples by index, for a comparison across ranks."""
         return {number: value for answer in self._next for number, value in answer.first.items()}
 
     def take(self) -> list[Any]:
@@ -93,8 +93,6 @@ class Batches:
 
 
 class _Loader:
-    """A reader and its requests; `num_samples` is per epoch, None if unknown before its end."""
-
     def __init__(
         self, reader: Reader, requests: Sampler[Request], settings: DataConfig, options: LoaderOptions
     ) -> None:
@@ -104,7 +102,7 @@ class _Loader:
 
     @property
     def num_skipped(self) -> int:
-        """Number of broken samples so far, in all data workers of this rank."""
+        """The number of broken samples so far, in all data workers of this rank."""
         return self._reader.num_skipped
 
     @property
@@ -125,13 +123,13 @@ class TrainLoader(_Loader, ABC):
         """Return the micro-batches of an epoch from sample `first_sample` on."""
 
     def requests(self, epoch: int, first_sample: int) -> list[Request]:
-        """Return this replica's requests for the step at `first_sample`, without reading samples."""
+        """Return this replica's requests for the step from `first_sample` on, without reading samples."""
         requests = copy.copy(self._requests)  # the loader may still iterate over the original
         requests.epoch, requests.first_sample = epoch, first_sample
         return list(itertools.islice(requests, requests.batch.accumulation))
 
     def not_finite(self, epoch: int, first_sample: int) -> str | None:
-        """Return the name of this replica's first sample with NaN or Inf in the step at `first_sample`.
+        """Return the name of this replica's first sample with NaN or Inf in the step from `first_sample` on.
 
         The samples of the step are read again. Return None if there is none, or for a stream.
         """
@@ -142,12 +140,12 @@ class TrainLoader(_Loader, ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's data for a checkpoint, in addition to the number of samples."""
+        """Return the state of this rank's data that a checkpoint needs besides the number of samples."""
         return {}
 
     @abstractmethod
     def resume(self, states: list[dict[str, Any]]) -> None:
-        """Restore the states that `state_dict` returned on all ranks. Called before the first epoch."""
+        """Restore the states that `state_dict` returned on all ranks. Call it before the first epoch."""
 
 
 class _IndexLoader(TrainLoader):
@@ -184,8 +182,8 @@ class _IndexLoader(TrainLoader):
     def resume(self, states: list[dict[str, Any]]) -> None:
         if any(states):
             raise UserError(
-                "the checkpoint is from training on a stream, but this data is read by index; train on the "
-                "same data, or start a new run from these weights with model.init_from"
+                "the checkpoint is from training on a stream, but this run's data is read by index; train "
+                "on the same data, or start a new run from these weights with model.init_from"
             )
 
 
@@ -246,7 +244,7 @@ class _StreamLoader(TrainLoader):
 
 
 class EvalLoader(_Loader):
-    """Yields (batch, indices of its samples): each sample once, and the same number of batches per replica.
+    """Yields (batch, indices of its samples): each sample once, and equally many batches on each replica.
 
     A replica that has no samples left yields a filler batch without indices. Pass it through the model,
     because forward passes may be collective, and discard the result. Every rank reads the whole stream.
@@ -273,7 +271,7 @@ class EvalLoader(_Loader):
 def train_loader(
     dataset: Any, settings: DataConfig, batch: BatchSplit, options: LoaderOptions, order: Order = shuffled
 ) -> TrainLoader:
-    """Return the training loader for this kind of data; `order` applies to data read by index only."""
+    """Return the training loader for a stream or for data read by index, to which `order` applies."""
     _check_kind(dataset, settings)
     if not is_stream(dataset):
         if order is not shuffled and hasattr(dataset, "epoch_order"):
@@ -319,7 +317,7 @@ def _check_kind(dataset: Any, settings: DataConfig) -> None:
 
 
 class _Answers:
-    """The answers of `reader` to `requests`, in order; each iteration starts from the first request."""
+    """The reader's answers to `requests`, in order; each iteration starts from the first request."""
 
     def __init__(
         self, reader: Reader, requests: Sampler[Request], settings: DataConfig, options: LoaderOptions

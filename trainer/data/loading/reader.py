@@ -35,7 +35,7 @@ _COLLATE_ADVICE = (
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """Options of all loaders of a process, which reads the samples of `replica`."""
+    """Options that all loaders of a process share; the process reads the samples of `replica`."""
 
     replica: int
     seed: int
@@ -53,7 +53,7 @@ class Request:
         first: index of the first sample over all replicas in this request.
         numbers: indices of this replica's samples, in the order of a stream or of validation data; in
             training on data read by index, the indices in the dataset.
-        reading: number of the pass over a stream; a new number restarts the stream.
+        reading: number of the pass over a stream; the reader restarts the stream when this number changes.
         draws: in training on data read by index, a number per sample that determines its random numbers,
             together with the seed and the epoch (see `trainer.data.loading.sampler.draws_of`).
     """
@@ -71,8 +71,8 @@ class Answer(NamedTuple):
     Attributes:
         metadata: for validation data, the indices of the samples; for a training stream, the positions of its
             shards after this batch.
-        first: in the first answer of a process, hashes by index of the first samples of a stream, or of
-            sample 0 of data read by index, for a comparison across ranks.
+        first: in the first answer of a process, for a comparison across ranks, hashes of the first samples of
+            a stream, or of sample 0 of data read by index, by index.
     """
 
     batch: Any
@@ -89,7 +89,7 @@ def _pinned(value: Any) -> Any:
 
 
 class Reader(Dataset[Any], ABC):
-    """Answers requests. A reader is created in the main process, and used there or in data workers."""
+    """Turns each request of a loader into a batch, in the main process or in a data worker."""
 
     num_samples: int | None  # per epoch; None if unknown
     num_skipped = 0  # broken samples so far, in all data workers
@@ -120,8 +120,8 @@ class IndexReader(Reader):
     and torch are seeded from the same four values. So augmentation does not depend on the world size, the
     number of workers, or where a run was resumed, and copies of a sample differ.
 
-    The last sample of a batch determines the random numbers in ``data.collate``. A read in the main process
-    restores its generators.
+    The last sample of a batch determines the random numbers in ``data.collate``. In the main process, the
+    generators are restored after each read.
     """
 
     num_samples: int
@@ -156,7 +156,7 @@ class IndexReader(Reader):
             return None
 
     def _read_or_next(self, epoch: int, index: int, draw: int) -> Any:
-        """Return the sample or, if it is skipped, the next readable sample, so that every batch is full."""
+        """Return the sample or, if it is broken, the next readable sample, so that every batch is full."""
         for offset in range(MAX_REPLACEMENTS):
             # The index itself may exceed the number of samples per epoch, as in a Mixture.
             sample = self._read(epoch, (index + offset) % self.num_samples if offset else index, draw)
@@ -169,7 +169,7 @@ class IndexReader(Reader):
 
 
 class TrainReader(IndexReader):
-    """Reads training batches; a skipped sample is replaced by the next one."""
+    """Reads training batches; a broken sample that is skipped is replaced with the next readable one."""
 
     _epoch: int | None = None
 
@@ -232,7 +232,7 @@ class TrainReader(IndexReader):
 
 
 class EvalReader(IndexReader):
-    """Reads batches with the indices of their readable samples; if there are none, one filler sample."""
+    """Returns each batch with the indices of its readable samples; without any, a filler sample."""
 
     def _answer(self, request: Request) -> Answer | None:
         if request.first >= self.num_samples:
@@ -290,19 +290,19 @@ def collated(samples: list[Any], dataset: Any, indices: Sequence[int], collate: 
 
 
 def sample_name(dataset: Any, index: int) -> str:
-    """Return the name of a sample, as messages show it; for a mixture, its name in the original dataset."""
+    """Return the name of a sample for messages; in a mixture, its name in its own dataset."""
     if hasattr(dataset, "origin_of_sample"):
         return sample_name(*dataset.origin_of_sample(index))
     return f"sample {index} of {name_of(dataset)}"
 
 
 def name_of(dataset: Any) -> str:
-    """Return the name of the dataset's class, ignoring wrappers that were added by settings."""
+    """Return the name of the dataset's class, ignoring wrappers that settings added."""
     return getattr(dataset, "class_name", type(dataset).__name__)
 
 
 def fetches_batches(dataset: Dataset[Any]) -> bool:
-    """Return whether the dataset, or the one that a Subset wraps, fetches several indices at once."""
+    """Return whether the dataset, or the dataset that a Subset wraps, fetches several indices at once."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))  # a subclass may set it to None
@@ -334,7 +334,7 @@ def checksum(sample: Any) -> int:
 
 
 def sample_of(dataset: Any, index: int) -> Any:
-    """Return the sample. If it is None, raise ValueError, which counts as broken data."""
+    """Return the sample. If the dataset returns None, raise ValueError, which counts as a broken sample."""
     if (sample := dataset[index]) is None:
         raise ValueError("the dataset returned None")
     return sample

@@ -1,9 +1,9 @@
-"""Samplers: which samples each rank reads, and in which order.
+"""Samplers, which determine which samples each rank reads, and in which order.
 
 The order of a training epoch (trainer.data.order) is determined by the seed and the epoch, and each global
-batch is the next B samples. So a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A run that
-is resumed with another B continues with the next sample. If fewer than B samples remain at the end of an
-epoch, they are not used.
+batch consists of the next B samples. So a run on 1, 2 or 8 ranks, resumed or not, sees the same batches. A
+run that is resumed with another B continues with the next sample. If fewer than B samples remain at the end
+of an epoch, they are not used.
 
 A stream keeps its own order, and is divided among ranks in the same way. An evaluation reads every sample
 exactly once, with the same number of batches on each rank.
@@ -28,7 +28,7 @@ from trainer.tensors.generators import generators_kept
 
 
 class Requests(Sampler[Request]):
-    """Yields requests for the micro-batches of a replica, from `first_sample` of `epoch` on, without end."""
+    """Yields endless requests for the micro-batches of a replica, from `first_sample` of `epoch` on."""
 
     def __init__(self, batch: BatchSplit, replica: int, held_out: bool = False) -> None:
         self.batch, self.replica, self._held_out = batch, replica, held_out
@@ -91,7 +91,7 @@ class IndexRequests(Requests):
         return order
 
     def order_hash(self) -> str | None:
-        """Return a hash of the first epoch's order, to compare across ranks; None for torch.randperm."""
+        """Return a hash of the first epoch's order, to be compared across ranks; None for torch.randperm."""
         if self._is_permutation:
             return None
         order = self.order_of(0)
@@ -113,8 +113,8 @@ class IndexRequests(Requests):
 def draws_of(order: Tensor) -> Tensor:
     """Return a number for each sample of an epoch, so that copies of a sample get different random numbers.
 
-    It is the index for the first occurrence in the epoch, and another number for each repetition. Without
-    repetitions, `order` itself is returned.
+    For the first occurrence of an index in the epoch, the number is the index; for each repetition, it is
+    another number. Without repetitions, `order` itself is returned.
     """
     ordered = np.sort(order.numpy())  # four times as fast as torch's
     if (ordered[1:] != ordered[:-1]).all():

@@ -1,4 +1,4 @@
-"""Readers of streams, in the main process or in data workers."""
+"""Readers of streams, which run in the main process or in data workers."""
 
 import copy
 from abc import abstractmethod
@@ -48,7 +48,7 @@ class StreamPosition:
         return position
 
     def advanced(self, shards: Mapping[int, tuple[int, Any]]) -> "StreamPosition":
-        """Return the position with the larger count of each shard, since several workers may read it."""
+        """Return the position with the larger count for each shard, since workers may share a shard."""
         latest = {
             shard: max(state, self.shards.get(shard, state), key=lambda state: state[0])
             for shard, state in shards.items()
@@ -139,10 +139,10 @@ class StreamReader(Reader):
 
     @abstractmethod
     def _read(self, request: Request) -> tuple[list[Any], Any] | None:
-        """Return the samples of a batch and the metadata of the answer, or None at the end."""
+        """Return the samples of a batch and the metadata of the answer; None at the end of the stream."""
 
     def _hashes(self) -> dict[int, int]:
-        """For the first answer, return hashes of the first samples, if all ranks share the stream."""
+        """Return hashes of the first samples, for the first answer, if all ranks read the same stream."""
         if self._has_hashed or hasattr(self.dataset, "divides_itself"):
             return {}
         self._has_hashed = True
@@ -198,7 +198,7 @@ class StreamReader(Reader):
 
 
 class TrainStreamReader(StreamReader):
-    """Reads training batches with the positions of their shards, or None if the stream ends first."""
+    """Reads training batches with the positions of their shards; None if the stream ends first."""
 
     def _read(self, request: Request) -> tuple[list[Any], dict[int, tuple[int, Any]]] | None:
         samples = self._samples(request)
@@ -209,7 +209,7 @@ class TrainStreamReader(StreamReader):
 
 
 class EvalStreamReader(StreamReader):
-    """Reads batches, or a filler sample, with the samples' indices, or None when all replicas are done."""
+    """Reads batches with the samples' indices, or a filler sample; None when no replica has samples left."""
 
     def _read(self, request: Request) -> tuple[list[Any], list[int]] | None:
         if (filler := self._cursor(request, 0).read(request.first)) is END:

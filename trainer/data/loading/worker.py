@@ -1,6 +1,6 @@
-"""Start and failure of data workers.
+"""Start data workers, and pass on their errors.
 
-A worker ignores signals to the session, exits with its parent, and sends its exceptions to the parent.
+A worker ignores signals to its session, exits when its parent exits, and sends exceptions to its parent.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _MAX_TMPDIR = 70  # characters: a socket's path has at most 107, of which multip
 
 
 class WorkerError(RuntimeError):
-    """An exception in a data worker, raised as text in the main process; `where` is its location."""
+    """An exception in a data worker, with its text; raised in the main process. `where` is its location."""
 
     def __init__(self, message: str, stack: str, where: str | None) -> None:
         super().__init__(message, stack, where)
@@ -72,11 +72,11 @@ def shorten_socket_paths() -> None:
 
 
 def _ignore_session_signals() -> None:
-    """Let a worker survive signals to the whole session, but not the death of its main process.
+    """Ignore signals that are sent to the whole session, but exit when the main process dies.
 
     The main process may still need batches before it saves a checkpoint. A worker obeys only a SIGTERM from
-    the main process, with which DataLoader stops a worker that does not answer. If the main process is
-    killed, the kernel kills the worker, even if it hangs.
+    the main process, which DataLoader sends to a worker that does not answer. If the main process is killed,
+    the kernel kills the worker, even if it hangs.
     """
     signal_at_parents_death()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

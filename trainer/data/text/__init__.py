@@ -1,1 +1,1 @@
-"""Text datasets: windows of the bytes of files, or of token files."""
+"""Text datasets, whose samples are windows of a text's bytes or tokens."""

@@ -1,4 +1,4 @@
-"""Reading of text and JSON lines files of any size, in chunks of whole lines."""
+"""Read text and JSON lines files of any size, in chunks of whole lines."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 
 
 class TextChunk(NamedTuple):
-    """A piece of text: a document of JSON lines, or about 128 KiB of a file, in whole lines if possible."""
+    """The text of one JSON line, or about 128 KiB of a text file, in whole lines if possible."""
 
     start: int  # offset in the concatenation of all files
     num_bytes: int  # length in the file
@@ -51,7 +51,7 @@ class TextFiles:
         return self.ends[-1]
 
     def chunks(self, border: int) -> Iterator[TextChunk]:
-        """Yield all chunks. The chunk that contains byte `border` ends with the line at that byte."""
+        """Yield all chunks. The chunk that contains byte `border` ends at the end of that byte's line."""
         for path, end in zip(self.files, self.ends, strict=True):
             start = end - path.stat().st_size
             with path.open("rb") as file:
@@ -77,7 +77,6 @@ class TextFiles:
             ) from error
 
     def _parts(self, file: BufferedReader, border: int) -> Iterator[TextChunk]:
-        """Yield chunks, each up to the end of the line at a multiple of CHUNK_BYTES, or at the border."""
         start = 0
         while True:
             stops = ((start // CHUNK_BYTES + 1) * CHUNK_BYTES, border)
@@ -90,7 +89,7 @@ class TextFiles:
 
 
 def _rest_of_line(file: BufferedReader) -> bytes:
-    """Read the rest of the line or, if the line is longer than a chunk, the rest of the UTF-8 character."""
+    """Read the rest of the line or, in a line longer than a chunk, the rest of the UTF-8 character."""
     position, ahead = file.tell(), file.read(CHUNK_BYTES)
     length = ahead.find(b"\n") + 1
     if not length:

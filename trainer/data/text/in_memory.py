@@ -1,4 +1,4 @@
-"""Datasets of text as bytes: a file, a folder of files, or the language reference that is part of CPython."""
+"""Datasets of text as bytes, from a file, a folder of files, or the language reference in CPython."""
 
 from pathlib import Path
 

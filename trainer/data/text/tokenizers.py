@@ -1,4 +1,4 @@
-"""Tokenizers of text datasets: raw bytes, GPT-2's byte-pair encoding, or a tokenizer of Hugging Face."""
+"""Tokenizers for text datasets: raw bytes, GPT-2's byte-pair encoding, or a Hugging Face tokenizer."""
 
 import json
 import os
@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 
 
 def tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `name`: bytes, gpt2, or a folder with a tokenizer.json of Hugging Face."""
+    """Return the tokenizer `name`: bytes, gpt2, or a folder with a Hugging Face tokenizer.json."""
     if name not in NAMES:
         if not (file := Path(name) / TOKENIZER_FILES[0]).is_file():
             raise UserError(
@@ -55,7 +55,7 @@ class Bytes:
 
 
 class Gpt2:
-    """GPT-2's byte-pair encoding, with tiktoken.
+    """GPT-2's byte-pair encoding, as implemented by tiktoken.
 
     Source: A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
@@ -84,7 +84,7 @@ class Gpt2:
 
 
 class HuggingFace:
-    """The tokenizer in a tokenizer.json, with the library `tokenizers`.
+    """The tokenizer in a tokenizer.json, as implemented by the library `tokenizers`.
 
     A document ends with the ``eos_token`` in tokenizer_config.json or, without it, with a common end token.
     """

@@ -1,4 +1,4 @@
-"""Datasets of token files, as written by `python -m trainer.data.tokenize` and nanoGPT's prepare.py."""
+"""Datasets of token files, which `python -m trainer.data.tokenize` and nanoGPT's prepare.py write."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Windows of tokens: adjacent for evaluation, randomly shifted in each epoch for training."""
+"""Windows of tokens, which are adjacent in evaluation and randomly shifted in each training epoch."""
 
 from collections.abc import Sequence
 
@@ -54,7 +54,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self._fetch(self._positions(indices))
 
     def draw(self, indices: Sequence[int], numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return a batch like ``__getitems__``, but shift each window by its random number."""
+        """Return a batch like ``__getitems__``, with each window shifted by its random number."""
         shifts = (numbers % np.uint64(self.block_size)).astype(np.int64)
         return self._fetch(np.minimum(self._positions(indices) + shifts, self._last))
 
@@ -73,7 +73,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def mask_borders(tokens: Tensor, targets: Tensor, border: int | None) -> tuple[Tensor, Tensor]:
-    """Return tokens, and targets with -100 where the token is ``border``, the last token of a document.
+    """Return tokens, and targets set to -100 where the token is ``border``, the last token of a document.
 
     The model needs its own argument ``border`` to prevent attention across documents.
     """
