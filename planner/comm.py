@@ -74,7 +74,6 @@ def _print(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace, world: PlannedWorld) -> None:
-    """Print the predicted step time of a previous run on other hosts and links."""
     run: step.MeasuredRun = options.run
     computed_s: float = options.computed_s
     megabytes = run.num_bytes / 1e6

@@ -131,7 +131,6 @@ def _closed(round_: Round, block: int) -> bool:
 
 
 def _rounds(schedules: Sequence[Schedule], block: int) -> Iterator[Round]:
-    """Yield the rounds; equal consecutive rounds become one `Round` with `repeat`."""
     ranks = range(block)
     if block < len(schedules):
         ranks = sorted({*ranks, *_peers(schedules, ranks)})  # type: ignore[assignment]

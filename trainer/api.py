@@ -166,7 +166,6 @@ def _refuse_classes_of_main(settings: Config) -> None:
 
 
 def _failure(status: int, message: str | None, run_dir: Path, written_at: int | None) -> Exception:
-    """Return the exception that the run would have raised in this process."""
     is_new = failure_file.written_at(run_dir) != written_at
     failure = (failure_file.read(run_dir) if is_new else None) or {}
     message = failure.get("message") or message or f"the run ended with status {status}; see its output"

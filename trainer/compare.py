@@ -64,7 +64,6 @@ def compare(runs: Mapping[str, RunFiles]) -> str:
 
 
 def _comparability_warnings(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a warning for each run whose losses can't be compared with those of the first run."""
     (first, base), *others = settings.items()
     lines = []
     for name, values in others:
@@ -140,7 +139,6 @@ def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
 
 
 def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
-    """Return lines that name the runs with the lowest loss, the highest speed, and equal weights."""
     lines = []
     losses = sorted(
         (loss, name)

@@ -119,14 +119,12 @@ def _run(
 
 
 def _batch_size_check(train: TrainConfig) -> Callable[[int], object]:
-    """Return a function that checks whether the global batch can be divided among a number of ranks."""
     if train.exact is not None:  # chunks are divided among any number of ranks
         return lambda num_ranks: None
     return partial(split_batch, train.global_batch_size, train.known_micro_batch_size)
 
 
 def _result(run_: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Return the contents of result.json (a collective)."""
     strategy, ended_by = run_.strategy, run_.state.early_end.setting
     return {
         "strategy": strategy.name,

@@ -78,7 +78,6 @@ def _sample(options: Any, config: Config) -> None:
 
 
 def _with_heartbeat(tokens: Iterator[int], enter: Callable[[str], None]) -> Iterator[int]:
-    """Yield `tokens`, and update this rank's heartbeat before each."""
     for token in tokens:
         enter("evaluate")
         yield token

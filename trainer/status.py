@@ -103,12 +103,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_at(*files: Path) -> float:
-    """Return the time at which the newest of the files was written; 0 if none exists."""
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 def _evaluated(evaluations: Evaluations, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the last evaluation of a run, and its best evaluation by `checkpoint.keep_best`."""
     if (last := evaluations.last) is None:
         return {}
     # Not a KeepBest, because importing it loads Hydra, which takes half a second.
@@ -147,7 +145,6 @@ def _state(
 
 
 def _queued_job(folder: Path) -> str | None:
-    """Return the last SLURM job that launch=slurm submitted for this run, if it has not started."""
     slurm = folder / "slurm"
     with contextlib.suppress(OSError):
         job = (slurm / "id").read_text()

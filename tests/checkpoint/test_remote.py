@@ -212,7 +212,7 @@ def test_a_new_run_dir_continues_the_run_at_the_address(
     for run_dir, resume in ((tmp_path / "third", None), (tmp_path / "third", "auto")):
         if resume:
             _save(Store(run_dir / "checkpoints", "three"), 1)
-        with pytest.raises(UserError, match="already contains a different run, one; set checkpoint.remote"):
+        with pytest.raises(UserError, match="already contains a different run, one; set "):
             _claimed(run_dir, resume, address)
     assert _claimed(tmp_path / "fourth", None, f"file://{tmp_path / 'elsewhere'}").run_id != "one"
     monkeypatch.setattr("trainer.checkpoint.remote._FIRST_PAUSE_S", 0.0)

@@ -53,7 +53,7 @@ def of_another_shape() -> str:
 
 def test_rows_of_unequal_shape_are_an_error_on_each_rank() -> None:
     for rank, line in enumerate(run_ranks(of_another_shape, 2)):
-        assert f"a row has the shape ({3 + rank},) and torch.float32 on rank {rank}" in line
+        assert f"rows have the shape ({3 + rank},) and torch.float32 on rank {rank}" in line
 
 
 class TwoViews(Digits):

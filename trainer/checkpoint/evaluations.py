@@ -49,9 +49,7 @@ class Evaluations:
             try:
                 rows = [read_json(run_dir / FILE, line) for line in file.read().splitlines()]
             except UserError as error:
-                raise UserError(
-                    f"{error}; to continue without earlier evaluations, delete the file"
-                ) from error
+                raise UserError(f"{error}; delete the file to continue without evaluations") from error
             for row in rows:
                 if "metrics" in row:
                     metrics[State(row["branch"], row["step"])] = row["metrics"]

@@ -146,7 +146,6 @@ class Remote(NoRemote):
             pause_s = _FIRST_PAUSE_S
 
     def _note_failure(self, error: Exception) -> None:
-        """Log the first failure after a success; keep later failures for `finish`."""
         is_explained = isinstance(error, UserError | RetryableError)
         problem = str(error) if is_explained else f"{type(error).__name__}: {reason(error)}"
         if self._problem is None:
@@ -221,7 +220,6 @@ class Remote(NoRemote):
                 directory.remove()
 
     def _upload_checkpoint(self, path: Path) -> Manifest:
-        """Upload the checkpoint at `path`, unless it has already been uploaded; return its manifest."""
         manifest = read_manifest(path)
         self._newest_step = self._newest_step or manifest.step  # saved before this launch
         folder = self._free_folder(manifest)
@@ -239,7 +237,6 @@ class Remote(NoRemote):
         return manifest
 
     def _upload_files(self, path: Path, folder: Address, names: Iterable[str]) -> None:
-        """Upload the files `names` in `path` that `folder` lacks, and check their sizes there."""
         sizes = {name: (path / name).stat().st_size for name in sorted(names)}
         arrived = folder.sizes()
 
@@ -256,7 +253,6 @@ class Remote(NoRemote):
                 raise UserError(f"{folder / name} has {num_bytes} of {size} bytes after the upload")
 
     def _free_folder(self, manifest: Manifest) -> Address | None:
-        """Return an unused folder for a checkpoint, or None if the checkpoint has already been uploaded."""
         if manifest.summary in self._uploaded.own().values():
             return None
         number, name = self._number, f"step_{manifest.step:08d}"

@@ -92,7 +92,6 @@ class Savable:
         return tensors, plain
 
     def _split(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the state to be saved, and this rank's shards of the parameters that are not saved."""
         tree = state.state_dict()
         return tree, {name: to_local(tree["model"].pop(name)) for name in self._left_out}
 

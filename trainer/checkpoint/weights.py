@@ -211,7 +211,6 @@ def _refuse_untied(path: Location, common: Mapping[str, Tensor], wanted: Mapping
 def _refuse_frozen(
     path: Location, missing: Mapping[str, Tensor], ignore: Sequence[str], freeze: Sequence[str]
 ) -> None:
-    """Raise UserError if a frozen parameter would keep its random initial values."""
     names = [
         name
         for name, tensor in missing.items()
@@ -297,7 +296,6 @@ def _flat(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _checkpoint_in(directory: Location) -> OpenCheckpoint:
-    """Return the checkpoint in ``directory``, or the newest intact one if it is a run directory."""
     inner = directory / "checkpoints"
     listing: Listing[Any] = Listing(inner if inner.is_dir() else directory)
     paths = [] if (directory / MANIFEST).exists() else [each.path for each in listing.checkpoints()]

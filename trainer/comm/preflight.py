@@ -65,7 +65,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _conclude(ranks: Ranks, reports: list[RankReport], options: argparse.Namespace) -> bool:
-    """Print the table and write the file on rank 0; return whether all checks passed."""
     links = sorted((link for report in reports for link in report.links), key=lambda link: link["gbit_s"])
     problems = [
         f"{ranks.describe(rank)} on {report.host_name}: {operation}: {problem}"
@@ -117,7 +116,6 @@ def _settings(options: argparse.Namespace) -> DistributedConfig:
 
 
 def _report(ranks: Ranks, timeout_s: float) -> RankReport:
-    """Run all checks (a collective)."""
     # The default group waits an hour longer than timeout_s, so that the watch reports a hang first. Before
     # step 1, the watch can't tell which rank is behind unless the other ranks fail. So gloo's operations fail
     # after timeout_s, and after each NCCL operation, all ranks wait for each other through gloo.

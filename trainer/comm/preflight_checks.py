@@ -154,7 +154,7 @@ def _link(me: GroupRank, peer: int, leads: bool) -> dict[str, float]:
         (dist.send if sends else dist.recv)(message, peer, me.group)
 
     def stream_s(message: Tensor, count: int) -> float:
-        """Return the time until `count` messages have arrived and the leader has been told so."""
+        """Return the time until the leader knows that `count` messages have arrived."""
         began = time.perf_counter()
         for _ in range(count):
             move(message, leads)

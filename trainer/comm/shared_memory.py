@@ -113,7 +113,6 @@ class SharedMemory:
             connection.close()
 
     def _free_slot(self) -> int:
-        """Return the next slot, after waiting until the chunk in it has been read."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._slots)
         for reader in self._readers[slot]:

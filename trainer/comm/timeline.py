@@ -245,7 +245,6 @@ class Timeline:
         return {"usage/comm/buckets": figure}
 
     def _sum_up(self, wait: bool) -> None:
-        """Add the complete passes whose times are known, or with `wait` all complete passes."""
         while self._waiting and (len(self._waiting) > 1 or self.is_complete):
             records = self._waiting[0]
             if not all(record.fetch_times(wait) for record in records):

@@ -114,7 +114,6 @@ def _failures(endpoints: Mapping[int, Endpoint], rank: int, limit_s: float) -> l
 
 
 def _failure(endpoint: Endpoint, limit_s: float) -> str:
-    """Return why this host can't reach `endpoint`; "" if it can."""
     address, port, token = endpoint
     reason = f"no answer for {limit_s:g} s"
     try:

@@ -189,7 +189,6 @@ def _is_communication_error(error: BaseException) -> bool:
 def _device(
     settings: DistributedConfig, local_rank: int, local_world_size: int, hosts: list[int], here: RankInfo
 ) -> tuple[torch.device, int]:
-    """Return the device of this process, and the number of ranks that share it."""
     wanted = settings.device
     kind, num_gpus = accelerator.found(wanted)
     if wanted in ("cpu", "auto") and num_gpus == 0:

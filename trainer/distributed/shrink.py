@@ -73,7 +73,6 @@ def cut() -> None:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the file descriptor of each socket of this process, by inode."""
     descriptors = {}
     for path in Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir():
         with contextlib.suppress(OSError):  # closed in the meantime

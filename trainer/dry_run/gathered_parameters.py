@@ -38,7 +38,7 @@ class GatheredParameters:
                 ]
 
     def compare_root(self) -> None:
-        """Compare the root's parameters again, which the loss may have changed."""
+        """Compare the root's parameters again, because the loss may have changed them."""
         self._after_forward("", self._model)
 
     def close(self) -> None:

@@ -226,7 +226,6 @@ def _compare_use(run: Run, loss: Tensor, names: dict[Tensor, str]) -> None:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors that get gradients in a backward pass from `loss`."""
     nodes = [loss.grad_fn]
     seen = set(nodes)
     while nodes:

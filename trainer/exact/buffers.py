@@ -116,7 +116,6 @@ class ChunkBuffers:
             self._buffer(name).copy_(value)
 
     def _copies(self) -> dict[str, Tensor]:
-        """Return copies of the buffers that change or, until they are known, of all buffers."""
         names = self._names if self._changing is None else self._changing
         return {name: self._buffer(name).clone() for name in names}
 

@@ -244,7 +244,6 @@ def _grouped(parameters: Sequence[nn.Parameter]) -> list[_Group]:
 
 
 def _segments(group: _Group) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield each parameter of `group` with its part of the sums."""
     sizes = [to_local(parameter).numel() for parameter in group.parameters]
     return zip(group.parameters, group.sums.split(sizes), strict=True)
 

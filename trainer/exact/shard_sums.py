@@ -117,11 +117,9 @@ class ShardSums:
         return sum(self._sizes(world).values())
 
     def _sizes(self, world: int) -> dict[nn.Parameter, int]:
-        """Return the size of the padded shard of each parameter."""
         trainable = [parameter for parameter in self._parameters if parameter.requires_grad]
         return {p: rows_of_shard(len(p), 0, world)[1] * math.prod(p.shape[1:]) for p in trainable}
 
     def _segments(self, message: Tensor, world: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with its columns of `message` (ranks, numel + 1)."""
         sizes = self._sizes(world)
         return zip(sizes, message[:, :-1].split(list(sizes.values()), 1), strict=True)

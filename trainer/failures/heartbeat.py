@@ -88,7 +88,6 @@ _SIZE = _NOTES + 16384
 
 
 def _number(name: str) -> Any:
-    """Return a property that reads and writes a field of this process's record."""
     return property(lambda self: getattr(self._own, name), lambda self, new: setattr(self._own, name, new))
 
 

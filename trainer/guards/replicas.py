@@ -123,7 +123,6 @@ def _overall(hashes: Mapping[str, int]) -> int:
 
 
 def _first_difference(hashes: Mapping[str, int], expected: Mapping[str, int]) -> str:
-    """Return the name of the first tensor that differs, and the number of other tensors that differ."""
     names = [*expected, *(hashes.keys() - expected.keys())]
     different = [name for name in names if hashes.get(name) != expected.get(name)]
     return first_few(different, 1)

@@ -118,7 +118,6 @@ class UnsavedState:
             )
 
     def _attributes(self) -> Iterator[tuple[str, Fingerprint | None]]:
-        """Yield the name and fingerprint of each attribute other than the model's tensors and modules."""
         model, task = self._model, self._task
         known = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
         for prefix, module in model.named_modules():

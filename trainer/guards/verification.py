@@ -135,7 +135,6 @@ class GradientVerification(Verification):
         self._checks.observed = own
 
     def _partner(self, rank: int) -> int:
-        """Return the rank whose chunk `rank` recomputes."""
         return (rank + self._offset) % self._ranks.world_size
 
     def _chunk_of(self, rank: int) -> int:

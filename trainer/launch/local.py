@@ -141,7 +141,6 @@ def _start(
 
 
 def _copy(pipe: IO[bytes], out: IO[str], rank: int) -> None:
-    """Copy the output of a rank to `out`, with the rank at the start of each line."""
     prefix = f"[rank {rank}] " if rank else ""
     for line in pipe:
         text = line.decode(errors="replace")

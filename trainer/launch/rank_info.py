@@ -157,7 +157,6 @@ def _is_interactive_shell(pid: str) -> bool:
 
 
 def _source(variables: Mapping[str, str]) -> _LauncherVariables | None:
-    """Return the most reliable source, if any. Raise UserError if sources contradict each other."""
     found = [source for source in (_ENVIRONMENT, _OPEN_MPI, _PMI, _SRUN) if _is_set(source, variables)]
     # A launcher of a single task may be nested: in a shell within srun, or with one srun per rank.
     if (found and found[0] is not _ENVIRONMENT) or len(found) > 1:

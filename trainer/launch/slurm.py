@@ -89,7 +89,6 @@ def launch(config: Config, argv: Sequence[str]) -> tuple[int, None]:
 
 
 def _listed(job: str, *options: str) -> bool:
-    """Return whether squeue lists the job; without options, squeue lists jobs that have not ended."""
     asked = ["squeue", "--noheader", "--format=%i", f"--jobs={job}", *options]
     return bool(subprocess.run(asked, capture_output=True, check=False, timeout=60).stdout.strip())
 

@@ -134,7 +134,6 @@ def _copy_options(groups: Sequence[dict[str, Any]], into: Sequence[dict[str, Any
 
 
 def _shared_state(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of an optimizer's state that do not belong to a parameter."""
     return {key: state for key, state in states.items() if not isinstance(key, Tensor)}
 
 

@@ -81,8 +81,6 @@ def table(rows: Mapping[str, str]) -> str:
 
 
 class _Console(logging.StreamHandler):
-    """A log handler that writes above the progress bar."""
-
     def emit(self, record: logging.LogRecord) -> None:
         # The reader of the output may be dead, and a notebook's stream may not support a character.
         with contextlib.suppress(OSError, UnicodeError):

@@ -48,6 +48,5 @@ def read_steps(run_dir: Path) -> dict[int, StepRecord]:
 
 
 def _read(path: Path) -> np.ndarray:
-    """Return the complete records of a file."""
     data = path.read_bytes() if path.exists() else b""
     return np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)

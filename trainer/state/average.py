@@ -92,7 +92,6 @@ class MovingAverage:
         return {**self._parameters, **buffers}
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each distinct average with its tensor; for sharded tensors, only this rank's shards."""
         weights = self._weights()
         distinct = {average: weights[name] for name, average in self._averages.items()}
         return [(to_local(average), to_local(weight)) for average, weight in distinct.items()]

@@ -17,10 +17,10 @@ from trainer.optim.optimizers import sparse_weights
 def auto_choice(comm: AutoCommConfig, model: nn.Module, hosts: Sequence[int]) -> CommConfig:
     """Return the choice of comm=auto: `tree` for two ranks on the CPUs of one host, otherwise `native`.
 
-    Through shared memory, `tree` takes 0.7 times the CPU time of gloo's all-reduce for large buckets and
-    equally long for small buckets, but it needs a hook and does not add in half precision. Runs with more
-    than two ranks use `native`: the bits of a sum of three depend on the order, and must not change when a
-    run continues on other hosts. Sparse gradients have different indices on each rank, and only DDP without a
+    Through shared memory, `tree` takes 0.7 times the CPU time of gloo's all-reduce for large buckets and the
+    same time for small buckets, but it needs a hook and does not add in half precision. Runs with more than
+    two ranks use `native`: the bits of a sum of three depend on the order, and must not change when a run
+    continues on other hosts. Sparse gradients have different indices on each rank, and only DDP without a
     hook adds them.
     """
     if sparse_weights(model) and comm.wire_dtype == "fp32":

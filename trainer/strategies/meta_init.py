@@ -73,7 +73,7 @@ def constructed(build: Callable[[], nn.Module], seed: int, ranks: Ranks | None) 
         ranks: if given, only rank 0 builds the whole model, because the strategy fills it unit by unit.
 
     Raises:
-        UserError: a cache returned a meta tensor from the first call in the second call.
+        UserError: in the second call, a cache returned a meta tensor from the first call.
     """
     if ranks is None or ranks.world_size == 1:
         return InitialModel(_whole(build, seed), seed)

@@ -197,7 +197,6 @@ def explained(error: Exception, phase: str, param_dtype: torch.dtype) -> UserErr
 
 
 def _user_line(error: BaseException) -> str:
-    """Return the innermost line of the traceback that is not in torch."""
     frames = traceback.extract_tb(error.__traceback__)
     torch_dir = str(Path(torch.__file__).parent)
     frame = next((each for each in reversed(frames) if not each.filename.startswith(torch_dir)), frames[-1])

@@ -141,7 +141,6 @@ class Runner:
         return room(attempt.config, self._wanted.concurrent, self._gpus, taken)
 
     def _pending_trials(self, combination: Combination, config: Config | str) -> Iterator[Attempt]:
-        """Yield the trials of a combination, one for each seed, that are neither final nor running."""
         if isinstance(config, str):
             trial = self._log.trial(combination)
             self._trials.append(trial)

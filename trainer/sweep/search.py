@@ -41,8 +41,8 @@ def with_settings(
     """Yield each distinct combination with its config, or with the error message, which is also printed.
 
     Args:
-        compose: returns the config of a combination, and the combination without settings that do not exist
-            for its other choices. Of combinations that become equal, only the first is yielded.
+        compose: returns a combination without the settings that do not exist for its other choices, and its
+            config. Of combinations that become equal, only the first is yielded.
     """
     seen = set()
     for combination in combinations:

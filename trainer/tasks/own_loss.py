@@ -104,6 +104,5 @@ def _as_keywords(batch: Any) -> Mapping[str, Tensor]:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Return the logits (B, classes) of an output, or None without logits of this shape."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return logits.float() if isinstance(logits, Tensor) and logits.ndim == 2 else None

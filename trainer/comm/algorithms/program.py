@@ -75,7 +75,6 @@ def lay_out(
 
 
 def _elements(schedule: Schedule, begin: int, end: int, segment: tuple[int, int]) -> tuple[int, int]:
-    """Return the range of elements in both a segment and the parts [begin, end)."""
     first, last = segment
     return first + schedule.boundary(begin, last - first), first + schedule.boundary(end, last - first)
 

@@ -244,7 +244,7 @@ class _StreamLoader(TrainLoader):
 
 
 class EvalLoader(_Loader):
-    """Yields (batch, indices of its samples): each sample once, and equally many batches on each replica.
+    """Yields (batch, indices of its samples): each sample once, and the same number of batches per replica.
 
     A replica that has no samples left yields a filler batch without indices. Pass it through the model,
     because forward passes may be collective, and discard the result. Every rank reads the whole stream.
@@ -317,8 +317,6 @@ def _check_kind(dataset: Any, settings: DataConfig) -> None:
 
 
 class _Answers:
-    """The reader's answers to `requests`, in order; each iteration starts from the first request."""
-
     def __init__(
         self, reader: Reader, requests: Sampler[Request], settings: DataConfig, options: LoaderOptions
     ) -> None:

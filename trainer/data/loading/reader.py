@@ -71,8 +71,8 @@ class Answer(NamedTuple):
     Attributes:
         metadata: for validation data, the indices of the samples; for a training stream, the positions of its
             shards after this batch.
-        first: in the first answer of a process, for a comparison across ranks, hashes of the first samples of
-            a stream, or of sample 0 of data read by index, by index.
+        first: in the first answer of a process, hashes by index, for a comparison across ranks: those of the
+            first samples of a stream, or that of sample 0 of data read by index.
     """
 
     batch: Any

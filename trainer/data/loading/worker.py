@@ -24,7 +24,7 @@ _MAX_TMPDIR = 70  # characters: a socket's path has at most 107, of which multip
 
 
 class WorkerError(RuntimeError):
-    """An exception in a data worker, with its text; raised in the main process. `where` is its location."""
+    """An exception from a data worker, to be raised in the main process; `where` is its location."""
 
     def __init__(self, message: str, stack: str, where: str | None) -> None:
         super().__init__(message, stack, where)
