@@ -29,7 +29,8 @@ class WholeTensors(Optimizer):
     In a step, the owners gather the rows of weights and gradients, call `optimizer.step()`, and send the rows
     of the weights back, so each update is computed once. During a step, an owner needs memory for the whole
     weights and gradients of its parameters. Only the owner has the optimizer state of its parameters, as
-    whole tensors, and saves it. A rank sends and receives three times the size of its shards.
+    whole tensors, and saves it. A rank sends about three times the size of its shards, and receives about as
+    much.
     """
 
     def __init__(self, optimizer: Optimizer, trainable: TrainableParameters) -> None:

@@ -181,7 +181,7 @@ def _check(config: Config, run_dir: Path, step: int, attempt: RunAttempt | None)
     start = f"torchrun --standalone --nproc_per_node={number}" if number > 1 else "python"
     raise UserError(
         f"step {step} of {run_dir} was run by {number} processes, but this command has {world_size}, and "
-        f"rounding depends on the number; run {start} -m trainer.replay {run_dir} --step {step}"
+        f"rounding depends on that number; run {start} -m trainer.replay {run_dir} --step {step}"
     )
 
 

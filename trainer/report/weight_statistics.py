@@ -22,7 +22,7 @@ Histogram = tuple[Tensor, Tensor]
 
 
 class WeightStatistics:
-    """The sizes of updates, and histograms, of a model, which may be sharded; all methods are collectives."""
+    """Sizes of updates, and histograms, of a model, possibly sharded. Every rank makes the same calls."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, histograms_every: int | None) -> None:
         self._model, self._ranks, self._every = model, ranks, histograms_every
