@@ -26,19 +26,20 @@ def write(
     gap: float = 0.0,
     sha: str = "aa",
     windows: int = 6,
+    log_every: int = 10,
     evaluations: Mapping[int, float] | None = None,
     **result: Any,
 ) -> str:
-    """Write a run that logs every ten steps, with a loss that differs by `gap` from step 30 on."""
+    """Write a run with a loss that differs by `gap` from step 30 on."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(to_yaml(settings(*overrides)))
     metrics = METRICS | {"train/loss": 0.5 + gap, "samples_per_second": 64e3 / ms}
     metrics |= {"ms_per_step": ms, "param_sha256": sha * 32, **result}
     (folder / "result.json").write_text(json.dumps(metrics))
     with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(10, 10 * windows + 10, 10):
+        for step in range(log_every, log_every * windows + log_every, log_every):
             values = {"train/loss": 1 / step + gap * (step >= 30), "train/grad_norm": 1.0}
-            values |= {"usage/ms_per_step/step": ms * (9 if step == 10 else 1 + step / 1000)}
+            values |= {"usage/ms_per_step/step": ms * (9 if step == log_every else 1 + step / 1000)}
             values |= {
                 "usage/comm/total_ms": 3.0,
                 "usage/comm/overlapped_ms": 2.0,
@@ -88,6 +89,25 @@ def test_a_difference_within_the_spread_is_not_reported(tmp_path: Path) -> None:
     runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", ms=4.01)])
     words = "speed: no clear difference: a is 1.00 times (0.98 to 1.02) as fast as b"
     assert words in compare(runs)
+
+
+def test_speed_is_per_sample(tmp_path: Path) -> None:
+    """A step of half the samples in 80 % of the time is slower."""
+    runs = read_runs([write(tmp_path / "a"), write(tmp_path / "b", "train.global_batch_size=32", ms=3.2)])
+    assert "fastest: a, 1.60 times (1.57 to 1.63) as fast as b" in compare(runs)
+
+
+def test_means_over_different_steps_are_not_compared(tmp_path: Path) -> None:
+    runs = [write(tmp_path / "a"), write(tmp_path / "b", "train.log_every_steps=15", log_every=15, gap=0.25)]
+    rows = compare(read_runs(runs)).split("Weights\n")[1].split("\n\n")[0].splitlines()
+    assert rows[2].split() == ["b", "aaaaaaaaaaaa"]
+
+
+def test_the_current_folder_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    monkeypatch.chdir(tmp_path / "a")
+    assert list(read_runs([".", "../b"])) == ["a", "b"]
 
 
 def test_few_windows_give_no_ratio(tmp_path: Path) -> None:

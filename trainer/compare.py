@@ -10,6 +10,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from trainer.config.saved_run import differing_settings, saved_values
@@ -37,8 +38,9 @@ def read_runs(named: Sequence[str]) -> dict[str, RunFiles]:
     for folder in folders:
         if not (folder / "result.json").is_file():
             raise UserError(f"{folder} is not a finished run: it has no result.json")
-    short = len({folder.name for folder in folders}) == len(folders)
-    runs = {printable(folder.name if short else folder): RunFiles(folder) for folder in folders}
+    names = [folder.name or folder.absolute().name for folder in folders]
+    keys = names if len(set(names)) == len(names) else folders
+    runs = {printable(key): RunFiles(folder) for key, folder in zip(keys, folders, strict=True)}
     for name, run in runs.items():
         if not run.result:
             raise UserError(f"{name} cannot be compared: its result.json is damaged")
@@ -60,7 +62,8 @@ def compare(runs: Mapping[str, RunFiles]) -> str:
     blocks = [f"{title}\n{columns(rows)}" for title, rows in tables.items()]
     more = differing_settings(list(settings.values()))[_MOST_SETTINGS:]
     notes = [f"settings that also differ: {', '.join(more)}"] if more else []
-    return "\n\n".join([*blocks, "\n".join([*notes, *_comparability_warnings(settings), *_summary(runs)])])
+    notes += [*_comparability_warnings(settings), *_summary(runs, settings)]
+    return "\n\n".join([*blocks, "\n".join(notes)])
 
 
 def _comparability_warnings(settings: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -128,7 +131,9 @@ def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
         mine, theirs = run.scalars.get("train/loss", {}), base.scalars.get("train/loss", {})
         # After a resume between two log steps, a mean is over fewer steps, so it can't be compared.
         partial = {step for each in (run, base) for step in each.scalars.get("train/loss_steps", {})}
-        common = sorted((mine.keys() & theirs.keys()) - partial)
+        # A loss is a mean since the previous log step, which must be equal too.
+        intervals = pairwise([0, *mine]), pairwise([0, *theirs])
+        common = sorted({step for _, step in set(intervals[0]) & set(intervals[1])} - partial)
         gaps = {step: gap for step in common if not math.isnan(gap := abs(mine[step] - theirs[step]))}
         found = ["", ""]
         if run is not base and gaps:
@@ -138,7 +143,7 @@ def _weights(runs: Mapping[str, RunFiles]) -> list[list[str]]:
     return rows
 
 
-def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
+def _summary(runs: Mapping[str, RunFiles], settings: Mapping[str, Mapping[str, str]]) -> list[str]:
     lines = []
     losses = sorted(
         (loss, name)
@@ -149,7 +154,10 @@ def _summary(runs: Mapping[str, RunFiles]) -> list[str]:
         lines.append(f"lowest eval/loss: {losses[0][1]}, {losses[0][0]:.5g}")
     windows = {name: times for name, run in runs.items() if (times := _ms_per_step(run))}
     few = [name for name, times in windows.items() if len(times) < _FEWEST]
-    timed = sorted((_quartiles(times), name) for name, times in windows.items())
+    timed = sorted(  # by ms per sample, because runs may differ in the batch size
+        ([ms / int(settings[name]["train.global_batch_size"]) for ms in _quartiles(times)], name)
+        for name, times in windows.items()
+    )
     if len(timed) > 1 and few:
         lines.append(
             f"speed: not compared, because fewer than {_FEWEST} log windows follow the first one in "
