@@ -148,7 +148,7 @@ def _verification(
     if train.verify_every is None:
         return Verification()
     assert config.seed is not None
-    return GradientVerification(
+    verification = GradientVerification(
         train.verify_every,
         ranks,
         strategy,
@@ -162,6 +162,8 @@ def _verification(
         checkpointer.restored_verified,
         checkpointer.set_aside,
     )
+    checkpointer.verified_step = lambda: verification.verified_step
+    return verification
 
 
 def _model(

@@ -204,7 +204,6 @@ def save(run: Run) -> None:
     """Check that all replicas have the same state, and save a checkpoint (a collective)."""
     refuse_changed_by_loss(run)
     run.checkpointer.unsaved = run.guards.unsaved.compare_at_save()
-    run.checkpointer.verified_step = run.guards.verification.verified_step
     run.guards.replicas.check(run.state)
     run.report.meter.record_steps()
     with run.strategy.gathered(run.state):

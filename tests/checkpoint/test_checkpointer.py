@@ -1,5 +1,7 @@
 """Save and restore on several ranks: with another number of ranks, another layout, and both formats."""
 
+import errno
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch.distributed as torch_dist
 
 from tests.checkpoint import tiny
 from tests.ranks import run_ranks
+from trainer.checkpoint.listing import SetAside
 from trainer.checkpoint.open_checkpoint import verified
 from trainer.errors import RetryableError, UserError
 from trainer.state.train_state import TrainState
@@ -43,7 +46,7 @@ def _verified_steps(run_dir: Path) -> list[int]:
     """Return the verified step after a resume from another disk: in the same run, and in a new run."""
     state = tiny.train_state()
     saver = tiny.checkpointer(run_dir / "first", state=state)
-    state.progress.step, saver.verified_step = 3, 2
+    state.progress.step, saver.verified_step = 3, lambda: 2
     saver.save(state).wait()
     found = []
     for run_id in ("tiny", "new"):
@@ -55,6 +58,25 @@ def _verified_steps(run_dir: Path) -> list[int]:
 
 def test_only_a_new_run_trusts_steps_after_the_verified_one(tmp_path: Path) -> None:
     assert run_ranks(_verified_steps, 1, tmp_path) == [[2, 3]]
+
+
+def _set_aside_on_a_full_disk(run_dir: Path) -> None:
+    saver = tiny.checkpointer(run_dir, state=tiny.train_state(), remote=f"file://{run_dir}/store")
+    saver.finish_remote()  # takes ownership of the address
+    errors: list[BaseException | None] = []
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading, "excepthook", lambda failed: errors.append(failed.exc_value))
+        patched.setattr(SetAside, "write", full)
+        saver.set_aside(2, "a reason")
+    assert errors == []
+
+
+def test_a_full_disk_does_not_hide_the_wrong_result(tmp_path: Path) -> None:
+    run_ranks(_set_aside_on_a_full_disk, 1, tmp_path)
 
 
 def _resume_others(run_dir: Path) -> None:

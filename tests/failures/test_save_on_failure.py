@@ -18,6 +18,7 @@ from tests.failures.test_ends import TINY
 from tests.programs import Ended, finish_ranks
 from tests.ranks import run_ranks
 from tests.runs import train
+from trainer.checkpoint.manifest import read_manifest
 from trainer.failures.diagnosis import Failure, Observed
 from trainer.failures.heartbeat import Heartbeat, Records
 from trainer.failures.save_on_failure import SaveOnFailure, savers, saving_host
@@ -83,6 +84,14 @@ def test_no_step_is_lost(world_size: int, how: tuple[str, ...], saver: int, tmp_
     assert [rank.code for rank in again] == [0] * world_size, again
     assert f"{found[0]} at step" in again[0].output
     assert hash_of(run_dir) == uninterrupted(world_size, tmp_path, *model)
+
+
+@pytest.mark.slow
+def test_the_verified_step_is_recorded_without_an_earlier_save(tmp_path: Path) -> None:
+    exact = ("strategy=ddp", "train.exact=2", "train.verify_every=5")
+    start(2, tmp_path, *exact, *inject("kill", 1, 8, "optimizer"))
+    [saved] = (tmp_path / "checkpoints").iterdir()
+    assert read_manifest(saved).verified == 5
 
 
 @pytest.mark.slow

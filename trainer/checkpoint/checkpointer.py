@@ -46,7 +46,7 @@ class Checkpointer:
         saving: the last save, which may still be in progress.
         restored_metrics: the metrics of the state that ``bind`` restored; {} if it was not evaluated.
         unsaved: fingerprints of attributes that checkpoints do not contain, to be recorded by each save.
-        verified_step: the last step that `train.verify_every` has verified, to be recorded by each save.
+        verified_step: returns the last step that `train.verify_every` has verified; each save records it.
         restored_verified: the last verified step according to the restored checkpoint; the checkpoint's own
             step if it records none or is from another run directory.
         restored_unsaved: the fingerprints that the restored checkpoint records.
@@ -97,7 +97,7 @@ class Checkpointer:
         self.restored_metrics: Mapping[str, float] = {}
         self.unsaved: Mapping[str, Any] = {}
         self.restored_unsaved: Mapping[str, Any] = {}
-        self.verified_step: int | None = None
+        self.verified_step: Callable[[], int | None] = lambda: None
         self.restored_verified = 0
 
     def open(self, resume: str | None) -> OpenCheckpoint | None:
@@ -329,7 +329,7 @@ class Checkpointer:
         self, state: TrainState, draft: Draft, plan: Plan, tensors: Callable[[], Mapping[str, Tensor]]
     ) -> Contents:
         facts = {**self._facts, **draft.facts, _UNSAVED: self.unsaved, _HOURS: state.early_end.hours()}
-        return Contents(state.progress.step, plan, tensors, facts, self._branch, self.verified_step)
+        return Contents(state.progress.step, plan, tensors, facts, self._branch, self.verified_step())
 
     def _write(self, directory: Path, contents: Contents) -> None:
         step = contents.step
@@ -412,11 +412,11 @@ class Checkpointer:
             aside = SetAside({**before.after, **cut}, why, before.start or self.start)
             with writing(run_dir):
                 aside.write(run_dir)
+            self._remote.put_set_aside()
         except (UserError, RetryableError) as error:
             log.warning(
                 "could not record that a resume must skip the checkpoints after step %d: %s", after, error
             )
-        self._remote.put_set_aside()
 
     def metrics(self) -> dict[str, float]:
         return self._remote.metrics()
