@@ -1,6 +1,6 @@
 """Flip bits on one rank, and check what train.verify_every finds.
 
-    python -m benchmarks.verify_flips [--ranks 2 3 4] [--kinds activation ...] [--out FILE]
+    python -m benchmarks.verify_flips [--ranks 2 3 4] [--kinds activation ...] [--settings WORD ...] [--out FILE]
 
 In each case, an MLP trains on handwritten digits with one chunk per rank, and every chunk is verified. A bit
 (sign, exponent or mantissa) of an activation, a gradient, a weight in memory, an integer sum, or a sent or
@@ -35,6 +35,7 @@ def main() -> None:
         "--every", type=int, nargs="*", default=[1, 100], help="flip a bit one time in EVERY (1 100)"
     )
     parser.add_argument("--steps", type=int, default=60, help="number of steps of a run with rare flips (60)")
+    parser.add_argument("--settings", nargs="*", default=[], help="settings of train.py to change")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = []
@@ -60,6 +61,7 @@ def _cases(world: int, strategy: str, kind: str, options: argparse.Namespace) ->
                     f"strategy={strategy}",
                     f"run_dir={folder}/{number}",
                     f"train.max_steps={4 if flip.every == 1 else options.steps}",
+                    *options.settings,
                 ),
             )
             for number, flip in enumerate(flips)
