@@ -20,10 +20,13 @@ from planner import comm as plan
 from tests.hosts import hosts
 from tests.programs import finish_ranks
 from tests.ranks import run_ranks
+from trainer import accelerator
 from trainer.comm import preflight
 from trainer.comm.algorithms.all_reduce import ALGORITHMS
 from trainer.comm.preflight_checks import OPERATIONS, rounds
 from trainer.distributed.ranks import Ranks
+from trainer.errors import UserError
+from trainer.launch.rank_info import RankInfo
 
 
 def _preflight(*argv: str) -> tuple[int, str]:
@@ -52,12 +55,22 @@ def test_one_process_passes_and_unwritable_results_are_an_error(tmp_path: Path) 
     assert f"--json {file} cannot be written" in ended.stderr
 
 
-def test_nccl_needs_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nccl_needs_a_gpu_for_each_rank(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(SystemExit) as ended:
         preflight.main(["--backend", "nccl"])
     assert ended.value.code == 2 and "--backend nccl needs a GPU" in capfd.readouterr().err
+    monkeypatch.setattr(accelerator, "found", lambda wanted: ("cuda", 1))
+    for launcher in ("srun", "torchrun"):
+        here = RankInfo(1, 2, 1, 2, 0, launcher, "env://")
+        monkeypatch.setattr(preflight, "rank_info", lambda here=here: here)
+        assert preflight._settings(preflight._options(["--backend", "gloo"])).device == "cpu"
+        refuses = pytest.raises(UserError, match=r"1 GPU.* 2 ranks; .*at most 1 processes.*--backend gloo")
+        with refuses if launcher == "torchrun" else contextlib.nullcontext():  # srun shows each its own
+            preflight._settings(preflight._options([]))
 
 
 @pytest.mark.slow

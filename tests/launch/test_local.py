@@ -209,6 +209,21 @@ def test_a_signal_stops_all_ranks_without_a_restart(
     assert len(seen(tmp_path)) == 2
 
 
+def test_by_default_each_gpu_gets_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_attempt", lambda processes, *_, **__: (processes, None))
+
+    def num_processes(gpus: int, *overrides: str) -> int:
+        monkeypatch.setattr(new_process, "num_gpus", lambda: gpus)
+        return local.launch(settings("launch=local", "strategy=ddp", *overrides), [], module="any")[0]
+
+    shared = "distributed.ranks_per_gpu=4"
+    assert [num_processes(gpus) for gpus in (0, 2)] == [1, 2]
+    assert [num_processes(gpus, shared) for gpus in (0, 2)] == [1, 8]
+    assert num_processes(2, "distributed.ranks_per_gpu=auto") == 2
+    assert num_processes(2, shared, "launch.processes=3") == 3
+    assert num_processes(2, shared, "distributed.device=cpu") == 1
+
+
 def test_a_launch_within_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)

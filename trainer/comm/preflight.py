@@ -31,6 +31,8 @@ from trainer.distributed.process_group import process_group
 from trainer.distributed.ranks import Ranks
 from trainer.errors import UserError, few_lines, first_line
 from trainer.launch.exits import exits
+from trainer.launch.new_process import has_launcher_on_host
+from trainer.launch.rank_info import rank_info
 
 _ENDS = ("source", "target")
 _PASSED = (
@@ -108,9 +110,15 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _settings(options: argparse.Namespace) -> DistributedConfig:
-    here = torch.device(accelerator.found("auto")[0])
-    if options.backend == "nccl" and "nccl" not in accelerator.backend_of(here):
+    (kind, num_gpus), here = accelerator.found("auto"), rank_info()
+    if options.backend == "nccl" and "nccl" not in accelerator.backend_of(torch.device(kind)):
         raise UserError("--backend nccl needs a GPU, but torch sees none here; use --backend gloo")
+    num_ranks = here.local_world_size or 1
+    if options.backend != "gloo" and has_launcher_on_host(here) and 0 < num_gpus < num_ranks:
+        raise UserError(
+            f"the preflight needs a GPU for each rank, but this host has {num_gpus} GPU(s) and {num_ranks} "
+            f"ranks; start at most {num_gpus} processes per host, or use --backend gloo"
+        )
     device = "cpu" if options.backend == "gloo" else "auto"
     return DistributedConfig(device, None, options.timeout_s, False, "env://", None, None)
 

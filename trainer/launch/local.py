@@ -58,8 +58,9 @@ def launch(config: Config, argv: Sequence[str], module: str | None = None) -> tu
             f"launch=local under {rank_info().launcher or 'a process that is already a rank'} would start "
             f"{rank_info().world_size} separate runs; use one of the two launchers"
         )
-    on_gpus = config.distributed.device != "cpu"
-    processes = config.launch.processes or (new_process.num_gpus() if on_gpus else 0) or 1
+    num_gpus = new_process.num_gpus() if config.distributed.device != "cpu" else 0
+    per_gpu = config.distributed.ranks_per_gpu
+    processes = config.launch.processes or num_gpus * (1 if per_gpu == "auto" else int(per_gpu)) or 1
     if module is not None:
         return _attempt(processes, argv, module=module)
     run_dir = Path(config.run_dir or new_run_dir())
