@@ -319,13 +319,15 @@ def readings(folder: Path) -> dict[str, Any]:
             "exact buffers": leaf,
         }
         for name, action in actions.items():
-            action()  # makes what is made once
+            first = action()  # makes what is made once
             check._checked_at = None
             SIM.clear()
-            action()
+            again = action()
             found[name] = SIM.reads.total(), SIM.launches.total() / len(list(run.state.replicated()))
             found[f"{name} launches"] = {what for _, what, _ in SIM.log}
             found[f"{name} copies"] = {stream for stream, what, at in SIM.log if "data/device.py" in at}
+            if name == "evaluation":  # the first had a training batch that was copied ahead
+                found["evaluations"] = [one.sums.tolist() for one in (first, again)]  # type: ignore[attr-defined]
     return found
 
 
@@ -334,6 +336,7 @@ def test_values_between_steps_need_few_syncs(tmp_path: Path) -> None:
     (found,) = on_the_simulator(readings, tmp_path)
     assert found["evaluation"][0] <= 4 and found["log"][0] <= 8 and found["exact buffers"][0] == 1, found
     assert found["replicas"][0] <= 2 and found["replicas"][1] <= 4, found
+    assert found["evaluations"][0] == found["evaluations"][1], "the same samples"
     assert found["evaluation copies"] and "main" not in found["evaluation copies"], (
         "while the last batch is evaluated"
     )
@@ -351,6 +354,7 @@ class Doubles(Stripes):
 
 MAC = (
     *QUIET,
+    "strategy=single",
     "train.eval_every_epochs=1",
     "optim=adamw",
     "checkpoint.every_steps=4",
