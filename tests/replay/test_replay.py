@@ -103,7 +103,8 @@ def shown(run_dir: Path, step: int, *overrides: str) -> bool:
 
 def made_and_shown(run_dir: Path, step: int, *overrides: str) -> bool:
     made(run_dir, *overrides)
-    return shown(run_dir, step)
+    torch.set_num_threads(2)  # the run had 1
+    return shown(run_dir, step) and torch.get_num_threads() == 1
 
 
 def report_of(run_dir: Path, step: int) -> Any:
@@ -217,6 +218,8 @@ def test_a_difference_is_reported_with_its_reason(tmp_path: Path) -> None:
     summary = report_of(tmp_path, 10)["summary"]
     assert not equal and summary["record"].startswith("DIFFERENT: step 9, weights_hash was ")
     assert summary["reasons"] == "overrides: train.clip_grad_norm=0.01"
+    slower = finish("-m", "trainer.replay", str(tmp_path), "--step", "10", "optim.lr=1e-9", forks=True)
+    assert slower.code == 1 and "overrides: optim.lr=1e-9" in slower.stdout
     argv = (str(tmp_path), "--step", "10", "train.skip_steps=[[9,12]]")
     refused = finish("-m", "trainer.replay", *argv, forks=True).output
     assert "step 10 was skipped because of train.skip_steps=[[9, 12]]" in refused

@@ -22,6 +22,7 @@ from trainer.config.overrides import CONF, explain, leaves, not_a_setting
 from trainer.errors import UserError, on_one_line
 
 MAY_CHANGE = ("strategy", "data", "train", "distributed", "launch", "checkpoint", "model", "ema")
+MAY_CHANGE_STEPS = (*MAY_CHANGE, "optim", "schedule", "comm")  # in commands that repeat steps
 _COMMAND_GROUPS = {"launch": "external", "comm": "native"}  # not taken from the run
 
 
@@ -34,10 +35,11 @@ class Folder(Protocol):
 def saved_settings(run_dir: Folder, overrides: Sequence[str] = (), trains: bool = False) -> Config:
     """Return the settings of the run in `run_dir`, with `overrides` applied as on a command line.
 
-    If `trains`, keep the run's all-reduce, unless it uses train.exact or `overrides` set the strategy.
+    If `trains`, `overrides` may also contain settings of the optimizer, and the run's all-reduce is kept,
+    unless it uses train.exact or `overrides` set the strategy.
     """
     saved = read_settings(run_dir)
-    changes = [_parse(override) for override in overrides]
+    changes = [_parse(override, MAY_CHANGE_STEPS if trains else MAY_CHANGE) for override in overrides]
     groups = dict(_COMMAND_GROUPS)
     keeps_comm = (
         trains and saved.train.get("exact") is None and all(c.key_or_group != "strategy" for c in changes)
@@ -119,7 +121,7 @@ def _merged(composed: DictConfig, saved: DictConfig, groups: dict[str, str]) -> 
     return settings
 
 
-def _parse(override: str) -> Override:
+def _parse(override: str, may_change: Sequence[str]) -> Override:
     try:
         change = OverridesParser.create().parse_override(override)
     except HydraException as error:
@@ -127,8 +129,9 @@ def _parse(override: str) -> Override:
     if change.is_sweep_override() or change.is_delete():
         raise UserError(f"{override}: expected a single value, such as strategy=fsdp")
     key = change.key_or_group
-    if key.partition(".")[0] not in MAY_CHANGE:
-        raise UserError(f"{override} has no effect after training; use one of {', '.join(MAY_CHANGE)}")
+    if key.partition(".")[0] not in may_change:
+        why = "can't be changed in a replay" if "optim" in may_change else "has no effect after training"
+        raise UserError(f"{override} {why}; use one of {', '.join(may_change)}")
     return change
 
 

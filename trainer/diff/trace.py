@@ -202,7 +202,7 @@ def _state_hashes(run: Run) -> list[str]:
 
 
 def main() -> None:
-    parser = arguments("trainer.diff.trace", __doc__, checkpoint=False)
+    parser = arguments("trainer.diff.trace", __doc__, trains=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--steps", type=int, nargs="+", required=True)
     parser.add_argument("--from", dest="checkpoint", type=Path)
@@ -211,7 +211,7 @@ def main() -> None:
     def do(options: argparse.Namespace, config: Any) -> None:
         trace(options.run, options.first, options.steps, options.checkpoint, options.out)
 
-    start("trainer.diff.trace", parser, do)
+    start("trainer.diff.trace", parser, do, trains=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.saved_run import MAY_CHANGE, saved_settings
+from trainer.config.saved_run import MAY_CHANGE, MAY_CHANGE_STEPS, saved_settings
 from trainer.errors import UserError
 from trainer.files.address import location
 from trainer.launch import local
@@ -19,8 +19,9 @@ from trainer.launch.new_process import die_with_parent, extend_path, launched_by
 from trainer.launch.rank_info import publish, rank_from_environment, rank_info
 
 
-def arguments(module: str, description: str | None, checkpoint: bool = True) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all commands; with `--checkpoint` if `checkpoint` is true."""
+def arguments(module: str, description: str | None, trains: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the arguments of all commands; without `--checkpoint` if `trains` is true."""
+    may_change = MAY_CHANGE_STEPS if trains else MAY_CHANGE
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=description,
@@ -28,7 +29,7 @@ def arguments(module: str, description: str | None, checkpoint: bool = True) -> 
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=location, help="the run directory, or its address")
-    if checkpoint:
+    if not trains:
         parser.add_argument(
             "--checkpoint",
             default="newest",
@@ -40,14 +41,16 @@ def arguments(module: str, description: str | None, checkpoint: bool = True) -> 
         "overrides",
         nargs="*",
         metavar="OVERRIDES",
-        help=f"settings to override, such as strategy=fsdp launch=local; allowed: {', '.join(MAY_CHANGE)}",
+        help=f"settings to override, such as strategy=fsdp launch=local; allowed: {', '.join(may_change)}",
     )
     return parser
 
 
 @ends_its_threads()
-def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None]) -> None:
-    """Parse the command line and call `do` with the options and the run's settings.
+def start(
+    module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Config], None], trains: bool = False
+) -> None:
+    """Parse the command line and call `do` with the options and the run's settings; see `saved_settings`.
 
     With launch=local, `do` is called in separate processes. Exits with status 2 for a user error, 130 for
     Ctrl-C, and 143 for SIGTERM; partial output is removed.
@@ -58,7 +61,7 @@ def start(module: str, parser: argparse.ArgumentParser, do: Callable[[Any, Confi
     try:
         with exits():
             raise_file_limit()
-            config = saved_settings(options.run, options.overrides)
+            config = saved_settings(options.run, options.overrides, trains)
             if config.launch.in_cluster:
                 raise UserError(
                     f"launch={config.launch.name} is not supported by this command; use launch=local, or run "

@@ -17,7 +17,7 @@ from trainer.inference.command import arguments, start
 
 
 def main() -> None:
-    parser = arguments("trainer.replay", __doc__, checkpoint=False)
+    parser = arguments("trainer.replay", __doc__, trains=True)
     parser.add_argument(
         "--step", type=int, required=True, metavar="N", help="the step to show, counted from 1"
     )
@@ -47,7 +47,7 @@ def main() -> None:
         if not replay(options.run, options.step, options.overrides, options.checkpoint, options.save_batch):
             sys.exit(1)
 
-    start("trainer.replay", parser, do)
+    start("trainer.replay", parser, do, trains=True)
 
 
 if __name__ == "__main__":
