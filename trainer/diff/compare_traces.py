@@ -22,8 +22,6 @@ class Difference(NamedTuple):
     kind: str
     name: str
     words: str
-    ulp: float
-    """The largest difference in units in the last place (see `units`); Inf if it can't be measured."""
 
 
 def read_traces(folder: Path) -> dict[int, list[Entry]]:
@@ -78,16 +76,14 @@ def differences(
             counts[entry["kind"]] += 1
             found += _difference(entry, match, tolerance)
         elif ", micro-batch " not in entry["name"]:
-            found.append(Difference(entry["kind"], entry["name"], "only in A", math.inf))
-    found += [
-        Difference(kind, name, "only in B", math.inf) for kind, name in theirs if ", micro-batch " not in name
-    ]
+            found.append(Difference(entry["kind"], entry["name"], "only in A"))
+    found += [Difference(*entry, "only in B") for entry in theirs if ", micro-batch " not in entry[1]]
     return sorted(found, key=lambda each: KINDS.index(each.kind)), counts
 
 
 def _difference(one: Entry, other: Entry, tolerance: float) -> list[Difference]:
-    def differ(words: str, ulp: float = math.inf) -> list[Difference]:
-        return [Difference(one["kind"], one["name"], words, ulp)]
+    def differ(words: str) -> list[Difference]:
+        return [Difference(one["kind"], one["name"], words)]
 
     if "text" in one:
         return [] if one["text"] == other["text"] else differ(f"{one['text']} and {other['text']}")
@@ -113,7 +109,7 @@ def _difference(one: Entry, other: Entry, tolerance: float) -> list[Difference]:
         words += f", {mine.dtype} and {theirs.dtype}"
     if one["kind"] == "samples":
         shown = [first_few(value[changed].tolist()) for value in (mine, theirs)]
-        return differ(f"{count} of {len(mine)}: {shown[0]} in A, {shown[1]} in B", most)
+        return differ(f"{count} of {len(mine)}: {shown[0]} in A, {shown[1]} in B")
     if _has_rows(one) and one["kind"] != "loss":
         rows = (units_apart > tolerance).flatten(1).any(1) if mine.ndim > 1 else units_apart > tolerance
         if not rows.all():
@@ -121,7 +117,7 @@ def _difference(one: Entry, other: Entry, tolerance: float) -> list[Difference]:
                 sample for sample, differs in zip(one["samples"], rows.tolist(), strict=True) if differs
             ]
             words += f", in sample{'s' * (len(numbers) > 1)} {first_few(numbers)}"
-    return differ(words, most)
+    return differ(words)
 
 
 def units(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

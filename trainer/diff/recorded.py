@@ -71,7 +71,7 @@ def setting_rows(one: RecordedRun, other: RecordedRun) -> tuple[list[list[str]],
     if "strategy.name" in names:  # which then has other settings
         names = [n for n in names if not n.startswith("strategy.") or all(n in s for s in both)]
     apart = [name for name in names if any(f"{name}.".startswith(f"{prefix}.") for prefix in _IGNORED)]
-    return _rows([name for name in names if name not in apart], *both), apart
+    return _rows(both, [name for name in names if name not in apart]), apart
 
 
 def environment_rows(one: RunAttempt, other: RunAttempt) -> list[list[str]]:
@@ -85,17 +85,17 @@ def environment_rows(one: RunAttempt, other: RunAttempt) -> list[list[str]]:
         }
         for each in (one, other)
     ]
-    return _rows(differing_settings(facts), *facts)
+    return _rows(facts, differing_settings(facts))
 
 
 def code_rows(one: RunAttempt, other: RunAttempt) -> list[list[str]]:
     """Return (name, value in A, value in B) of the git commit and the modules that differ."""
     facts = [{"git commit": each.git or "none", **each.code} for each in (one, other)]
-    return _rows(differing_settings(facts), *facts)
+    return _rows(facts, differing_settings(facts))
 
 
-def _rows(names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str]) -> list[list[str]]:
-    return [[name, one.get(name, "none"), other.get(name, "none")] for name in names]
+def _rows(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[list[str]]:
+    return [[name, *(each.get(name, "none") for each in facts)] for name in names]
 
 
 def divergence(one: RecordedRun, other: RecordedRun, tolerance: float) -> Divergence:

@@ -24,7 +24,7 @@ from trainer.files.writing import atomic_file
 from trainer.inference.command import arguments, start
 from trainer.model.plain_names import buffer_locations, plain_name
 from trainer.replay.non_finite_watch import ObservedTransfer
-from trainer.replay.replayed import Replayed, replayed
+from trainer.replay.replayed import replayed
 from trainer.replay.report import why_different
 from trainer.report.weight_statistics import WeightStatistics
 from trainer.run_dir.steps_file import read_steps
@@ -104,8 +104,8 @@ class StepTrace(WeightStatistics):
     def _add_batch(self, batch: Any) -> None:
         self._micro_batch += 1
         self._calls = {}
-        request = self._requests[self._micro_batch]
-        self._add_rows("samples", "samples", torch.tensor(list(request.numbers)))
+        numbers = self._requests[self._micro_batch].numbers
+        self._add_rows("samples", "samples", torch.tensor(list(numbers)))
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
         for number, tensor in enumerate(tensors):
             self._add_rows("batch", f"tensor {number + 1} of {len(tensors)} in the batch", tensor)
@@ -113,12 +113,12 @@ class StepTrace(WeightStatistics):
     def _add_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         call = self._calls[name] = self._calls.get(name, 0) + 1
         where = (name or "the model") + f", call {call}" * (call > 1)
-        for value in leaves(output):
-            if isinstance(value, Tensor):
-                self._add_rows("outputs", f"output of {where}", value)
-                if value.requires_grad and torch.is_grad_enabled():
-                    words = f"gradient for the output of {where}"
-                    value.register_hook(partial(self._add_rows, "backward", words))
+        tensors = [leaf for leaf in leaves(output) if isinstance(leaf, Tensor)]
+        for number, value in enumerate(tensors):
+            own = f"{where}, tensor {number + 1} of {len(tensors)}" if len(tensors) > 1 else where
+            self._add_rows("outputs", f"output of {own}", value)
+            if value.requires_grad and torch.is_grad_enabled():
+                value.register_hook(partial(self._add_rows, "backward", f"gradient for the output of {own}"))
 
     def _add_rows(self, kind: str, name: str, value: Tensor) -> None:
         """Add a tensor that may have a row for each sample of the micro-batch."""
@@ -164,7 +164,9 @@ def trace(run_dir: Path, first: int, steps: Sequence[int], start: Path | None, o
                     error = str(raised)
             made.epochs.run = run
             run.report.meter.record_steps()
-            _add_record(of_step, made, step)
+            record = read_steps(Path(run.config.run_dir or "")).get(step)
+            if record is not None:  # the mean over all ranks
+                of_step.add("loss", "loss", torch.tensor(record.loss, dtype=torch.float64))
             traces[step] = of_step.entries
             if error is not None:
                 break
@@ -185,13 +187,6 @@ def trace(run_dir: Path, first: int, steps: Sequence[int], start: Path | None, o
         if run.ranks.is_main:
             with atomic_file(out / "replay.json") as file:
                 file.write(json.dumps(facts).encode())
-
-
-def _add_record(of_step: StepTrace, made: Replayed, step: int) -> None:
-    """Add the loss of a step as the run records it: the mean over all ranks."""
-    record = read_steps(Path(made.run.config.run_dir or "")).get(step)
-    if record is not None:
-        of_step.add("loss", "loss", torch.tensor(record.loss, dtype=torch.float64))
 
 
 def _state_hashes(run: Run) -> list[str]:
