@@ -71,11 +71,6 @@ class Replayed:
         return self.epochs.run
 
     @property
-    def checkpoint_step(self) -> int:
-        """The step after which `checkpoint` was saved."""
-        return self.run.plan.steps_before
-
-    @property
     def batches(self) -> Batches:
         """The rest of the epoch, starting with the batch of the next step (a collective)."""
         while (batches := self.epochs.open()) is None:

@@ -62,7 +62,7 @@ def replay(
             rows = {
                 "run": f"{run_dir} ({run.strategy.name}, processes: {run.ranks.world_size})",
                 "start": str(made.checkpoint or "the initial weights"),
-                "steps rerun": f"{made.checkpoint_step + 1} to {step}",
+                "steps rerun": f"{run.plan.steps_before + 1} to {step}",
                 **_comparison(made, recorded, mismatches, overrides),
                 f"step {step}": f"loss {now.loss:.6g}, gradient norm {now.grad_norm:.6g}",
                 **({} if is_finite or first is None else {"first NaN or Inf": str(first)}),
@@ -142,9 +142,7 @@ def _write(
     samples: Sequence[Sample],
     norms: Mapping[str, Mapping[str, float]],
 ) -> None:
-    (folder / "report.json").write_text(
-        json.dumps(facts, indent=1, default=lambda each: each._asdict()) + "\n"
-    )
+    (folder / "report.json").write_text(json.dumps(facts, indent=1) + "\n")
     parameters = [[name, *(values.get(norm) for norm in _NORMS)] for name, values in norms.items()]
     tables: dict[str, list[Any]] = {
         "samples": [Sample._fields, *samples],
