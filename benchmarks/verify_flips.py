@@ -1,6 +1,6 @@
 """Flip bits on one rank, and check what train.verify_every finds.
 
-    python -m benchmarks.verify_flips [--ranks 2 3 4] [--kinds activation ...] [--settings WORD ...] [--out FILE]
+    python -m benchmarks.verify_flips [--ranks 2 3 4] [--kinds activation ...] [--settings WORD ...]
 
 In each case, an MLP trains on handwritten digits with one chunk per rank, and every chunk is verified. A bit
 (sign, exponent or mantissa) of an activation, a gradient, a weight in memory, an integer sum, or a sent or
