@@ -71,7 +71,7 @@ def _comparability_warnings(settings: Mapping[str, Mapping[str, str]]) -> list[s
     lines = []
     for name, values in others:
         found = [
-            f"{key} ({base.get(key)} and {values.get(key)})"
+            f"{key} ({base.get(key, 'none')} and {values.get(key, 'none')})"
             for key in differing_settings([base, values])
             if any(f"{key}.".startswith(f"{prefix}.") for prefix in _MUST_MATCH)
         ]
