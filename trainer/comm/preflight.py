@@ -36,7 +36,8 @@ from trainer.launch.rank_info import rank_info
 
 _ENDS = ("source", "target")
 _PASSED = (
-    "all passed; to test the processors as well, run -m trainer.exact.verify --minutes 10 in the same way"
+    "all passed; to test the CPUs or GPUs as well, "
+    "run the same torchrun command with -m trainer.exact.verify --minutes 10"
 )
 _SLOW = 1 / 10  # of the median; slower links get a warning
 

@@ -22,7 +22,7 @@ from trainer.run_dir.console import table
 _MOST_REPLAYS = 12  # of each run
 _SHOWN = 5  # entries that differ
 _WORDS = {
-    "before": "weights and state before it",
+    "before": "weights and state before the step",
     "outputs": "outputs of modules",
     "backward": "gradients of outputs",
 }

@@ -118,7 +118,7 @@ class StepTrace(WeightStatistics):
             own = f"{where}, tensor {number + 1} of {len(tensors)}" if len(tensors) > 1 else where
             self._add_rows("outputs", f"output of {own}", value)
             if value.requires_grad and torch.is_grad_enabled():
-                value.register_hook(partial(self._add_rows, "backward", f"gradient for the output of {own}"))
+                value.register_hook(partial(self._add_rows, "backward", f"gradient of the output of {own}"))
 
     def _add_rows(self, kind: str, name: str, value: Tensor) -> None:
         """Add a tensor that may have a row for each sample of the micro-batch."""
@@ -179,7 +179,8 @@ def trace(run_dir: Path, first: int, steps: Sequence[int], start: Path | None, o
             "recorded": len(recorded),
             "error": error,
             "mismatches": [
-                f"{each.name} of step {each.step} was {each.recorded!r}, is {each.remade!r}"
+                f"{each.name} of step {each.step} was recorded as {each.recorded!r}, "
+                f"but replayed as {each.remade!r}"
                 for each in mismatches
             ],
             "reasons": why_different(made, []) if mismatches else [],

@@ -97,7 +97,10 @@ def _comparison(
     """Return rows of the table: whether numbers equal the recorded ones, and otherwise why they differ."""
     if mismatches:
         first = mismatches[0]
-        difference = f"step {first.step}, {first.name} was {first.recorded!r}, is {first.remade!r}"
+        difference = (
+            f"step {first.step}, {first.name} was recorded as {first.recorded!r}, "
+            f"but replayed as {first.remade!r}"
+        )
         reasons = "; ".join(why_different(made, overrides)) or "none found in settings, code and environment"
         return {"record": f"DIFFERENT: {difference}", "reasons": reasons}
     words = f"equal, bit for bit, in steps {recorded[0]} to {recorded[-1]}" if recorded else "no such steps"
