@@ -54,7 +54,9 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if border is not None and not 0 <= border < vocab_size:
-            raise ValueError(f"border={border}: expected a token from 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"border={border}: expected the ID of the token that ends documents, 0 to {vocab_size - 1}"
+            )
         if size not in SIZES:
             raise ValueError(f"size={size}: expected one of {', '.join(SIZES)}")
         named_width, named_depth, named_heads = SIZES[size]

@@ -251,8 +251,8 @@ def _machine(options: argparse.Namespace) -> Machine:
             needed |= {"--local-gbit": "local_bytes_per_s"}
     if missing := [option for option, name in needed.items() if name not in values]:
         raise ValueError(
-            f"{', '.join(missing)} missing; set these options, or use --from with the output of a preflight "
-            "on such links"
+            f"{', '.join(missing)} missing; set these options, or pass --from FILE, where FILE was written "
+            "by `python -m trainer.comm.preflight --json FILE` on hosts with the links to simulate"
         )
     return Machine(**values)
 

@@ -1,7 +1,7 @@
-"""Run two steps of a run on fake tensors, as one of its ranks, to count the memory that they would use.
+"""Run two steps of a run on fake tensors, as one of its ranks, to estimate the memory use of that rank.
 
-The model, the strategy, the loss and the optimizer are those of the run. Tensors, which have shapes and
-dtypes but no data, and the other ranks are fake. Nothing is computed.
+The model, the strategy, the loss and the optimizer are those of the run. The tensors are fake (they have
+shapes and dtypes, but no data), and so are the other ranks. Nothing is computed.
 """
 
 import dataclasses
@@ -194,7 +194,9 @@ class Stage:
                 forward_backward(strategy, task, module, self._to_device(batch), scaled, is_last=is_last)
         except (RuntimeError, ValueError) as error:  # torch raises these for operators without fake results
             reason = first_line(error)
-            raise UserError(f"the model cannot be measured with fake tensors: {reason}") from error
+            raise UserError(
+                f"the model's memory use cannot be estimated with fake tensors: {reason}"
+            ) from error
         self._name_gradients(module)
         strategy.aggregate(module)
         self._name_gradients(self._plain)

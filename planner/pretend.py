@@ -45,7 +45,7 @@ def as_rank_of(world: DryRunWorld) -> Iterator[Ranks]:
 
 
 def without_values(model: InitialModel, placed: PlacedStrategy) -> InitialModel:
-    """Return `model`, which is now filled with fake tensors instead of its initial values."""
+    """Replace the initial values of `model` with fake tensors, and return `model`."""
     # Read outside the fake mode, in which every sparse tensor is empty.
     sparse = {id(t): parts(t) for _, t in named_tensors(model.module) if t.layout != torch.strided}
 
@@ -94,7 +94,7 @@ def repeated(one: Any, two: Any, size: int) -> Any:
 
 
 class FusedAttention(TorchFunctionMode):
-    """Disables dropout in attention, with which a CPU would store all scores, unlike the kernels of GPUs."""
+    """Disables dropout in attention. With dropout, a CPU would store all scores, which GPU kernels do not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,6 +1,7 @@
 """Find the largest micro-batch that fits in memory, by running trial steps (`train.micro_batch_size=auto`).
 
-A trial restores the random generators, so the run is bit-identical to one in which that size is set.
+A trial restores the random generators, so the run is bit-identical to a run that sets
+`train.micro_batch_size` to the size found.
 """
 
 import dataclasses

@@ -29,7 +29,7 @@ ENTRIES = {
     "unequal-samples": "... cannot be in a batch",
     "bad-sample": "... cannot be read: ...; fix it, or set data.on_bad_sample=skip",
     "data-worker": "its data worker ... died without a message",
-    "labels": "the labels are from ... to ..., but the model has classes 0 to ...",
+    "labels": "the labels range from ... to ..., but the model has classes 0 to ...",
     "unused-parameters": "strategy=ddp: the loss of rank ... did not use ...",
     "ranks-use-other-parameters": "the loss uses ... on rank ... and not on ...",
     "nan": "... is NaN or Inf on ...",

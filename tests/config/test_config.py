@@ -273,9 +273,9 @@ def test_the_users_own_values_and_hydras_values_are_resolved(tmp_path: Path) -> 
         ("hydra.job.chdir=true", "hydra.job.chdir is True, which has no effect"),
         (
             "+vars.out=${hydra:runtime.output_dir}",
-            "is run_dir, but run_dir is null and is chosen later; set run",
+            "refers to run_dir, which is null and is chosen later; set run",
         ),
-        _slow("run_dir=${hydra:runtime.output_dir}", "is run_dir, but run_dir is null and is chosen later"),
+        _slow("run_dir=${hydra:runtime.output_dir}", "refers to run_dir, which is null and is chosen later"),
     ],
 )
 def test_hydra_settings_without_effect_raise(override: str, words: str) -> None:

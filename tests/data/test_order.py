@@ -221,7 +221,7 @@ def test_data_that_cannot_be_ordered_is_refused() -> None:
         train_loader(Forward(), 8, order=ByWeight())
     with pytest.raises(UserError, match=r"data\.order is not supported with Mixture, because"):
         train_loader(mixture(3, 1), 8, order=ByWeight())
-    with pytest.raises(UserError, match="needs an attribute lengths of the dataset"):
+    with pytest.raises(UserError, match="requires the dataset to have an attribute lengths"):
         ByLength(8)(Digits("train"), torch.Generator())
 
 

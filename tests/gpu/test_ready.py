@@ -288,7 +288,7 @@ def test_mps_is_refused_for_ranks_that_share_a_gpu(
 ) -> None:
     (tmp_path / "control").touch()
     join(2)
-    with pytest.raises(UserError, match=r"under MPS.*CUDA_MPS_PIPE_DIRECTORY=/dev/null"):
+    with pytest.raises(UserError, match=r"under NVIDIA MPS.*CUDA_MPS_PIPE_DIRECTORY=/dev/null"):
         join(1, "distributed.ranks_per_gpu=auto")
 
 

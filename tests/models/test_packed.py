@@ -116,7 +116,9 @@ def test_borders_that_the_model_ignores_are_refused(tmp_path: Path) -> None:
     windows = Windows(np.arange(9), 4, 11, border=10)
     with pytest.raises(UserError, match=r"border=10, but model.border=None"):
         build_model({"_target_": "models.gpt.GPT", "vocab_size": 11, "block_size": 4}, windows)
-    with pytest.raises(ValueError, match="border=11: expected a token from 0 to 10"):
+    with pytest.raises(
+        ValueError, match="border=11: expected the ID of the token that ends documents, 0 to 10"
+    ):
         gpt(border=11)
     with pytest.raises(ValueError, match="a cache is not supported"):
         gpt(border=END)(packed(), gpt().empty_cache())

@@ -102,7 +102,7 @@ def test_refuses(override: str, words: str) -> None:
         ),
         (
             [{"match": "0"}, {"match": "1", "name": "0"}],
-            "two entries of optim.groups have the name 0; set different names",
+            "two entries of optim.groups are named 0; give them different names",
         ),
     ],
 )

@@ -268,7 +268,10 @@ class Reaches(Classification):
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("nothing", "the first backward pass gave no parameter a gradient. The loss does not depend on"),
+        (
+            "nothing",
+            "no parameter received a gradient in the first backward pass. The loss does not depend on",
+        ),
         ("late", "Reaches has trainable parameters, but the optimizer"),
     ],
 )

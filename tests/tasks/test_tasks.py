@@ -77,7 +77,7 @@ def test_losses_of_half_precision_logits_are_summed_in_float32() -> None:
 
 
 def test_labels_outside_the_classes_are_named() -> None:
-    words = "the labels are from -1 to 9, but the model has classes 0 to 4; set model.num_classes=10"
+    words = "the labels range from -1 to 9, but the model has classes 0 to 4; set model.num_classes=10"
     for act in (Classification().loss, Classification().eval_sums):
         with pytest.raises(UserError, match=words):
             act(Given(), (torch.zeros(3, 5), torch.tensor([-1, 9, 3])))
@@ -222,7 +222,7 @@ def test_accuracy_of_a_model_that_computes_its_own_loss(form: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_invalid_labels_of_the_first_batch_are_named() -> None:
-    with pytest.raises(UserError, match="the labels are from 0 to 9"):
+    with pytest.raises(UserError, match="the labels range from 0 to 9"):
         Classification().loss(Given(), (torch.zeros(3, 5).cuda(), torch.tensor([0, 9, 3]).cuda()))
 
 

@@ -39,7 +39,7 @@ def candidates(
         if (best := settings.keep_best) is None:
             raise UserError(
                 f"the best checkpoint of {run_dir} is not defined, because its checkpoint.keep_best is null; "
-                "add, for example, 'checkpoint.keep_best={metric: eval/loss, mode: min}'"
+                "pass, for example, 'checkpoint.keep_best={metric: eval/loss, mode: min}'"
             )
         evaluations = Evaluations.read(run_dir)
         if remote is not None:
@@ -169,7 +169,7 @@ def check_data(source: OpenCheckpoint, now: int | None) -> None:
 
 
 def log_changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Log the settings that have changed since the checkpoint, unless only one of the strategies has them."""
+    """Log the settings that changed since the checkpoint, apart from added or removed `strategy` settings."""
     for key in sorted(key for key in then.keys() | now.keys() if not key.startswith(_MAY_DIFFER)):
         was, is_now = (printable(repr(each[key])) if key in each else "not set" for each in (then, now))
         if was != is_now and not (key.startswith("strategy.") and "not set" in (was, is_now)):

@@ -274,7 +274,7 @@ def _owner(address: Address) -> dict[str, str] | None:
     except UserError:
         owner = {}
     if not is_run_id(str(owner.get("run_id", ""))):  # perhaps the store was full while run.json was written
-        log.warning("%s is damaged; using the checkpoints there to identify the run", printable(file))
+        log.warning("%s is damaged; identifying the run by the checkpoints next to it", printable(file))
         return None
     return {name: printable(value) for name, value in owner.items()}
 

@@ -67,8 +67,8 @@ def _take_apart(tree: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
         if isinstance(value, bool | int | float):  # for a long double, item() does not return a float
             return value
     raise UserError(
-        f"{prefix} cannot be saved, because it is a {type(tree).__name__}; checkpoints can contain tensors "
-        "and plain values"
+        f"{prefix} cannot be saved, because it is a {type(tree).__name__}; checkpoints can contain tensors, "
+        "numbers, strings, bytes, None, dtypes, and lists, tuples and dicts of these"
     )
 
 

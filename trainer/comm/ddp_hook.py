@@ -1,4 +1,4 @@
-"""Attach an all-reduce algorithm and its timeline to a DistributedDataParallel model."""
+"""Attach an all-reduce algorithm and a recorder of its times to a DistributedDataParallel model."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

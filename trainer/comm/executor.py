@@ -5,10 +5,10 @@ On a GPU, only the current stream waits for them, so everything is queued and th
 calling thread waits.
 
 There are no deadlocks. All ranks process the buckets in the same order and the visits of a bucket in the same
-order, and at each visit first the receives, then the sends. A message that is sent at one visit is received
-at the next visit of its segment, and a rank waits only for such messages, sent at an earlier visit. So each
-wait is for something earlier in that order, and waits cannot form a cycle, for any number of ranks, buckets
-and segments. Shared memory adds two waits; see shared_memory.py.
+order. At each visit, they post the receives first, and then the sends. A message that is sent at one visit is
+received at the next visit of its segment, and a rank waits only for such messages, sent at an earlier visit.
+So each wait is for something earlier in that order, and waits cannot form a cycle, for any number of ranks,
+buckets and segments. Shared memory adds two waits; see shared_memory.py.
 
 Messages are not mixed up, because a group has only one user, and messages between two ranks arrive in the
 order in which they were sent. Chunks are sent from the bucket, and finished sums are received into it,

@@ -21,8 +21,8 @@ Task = tuple[Any, BucketRecord, Future[torch.Tensor]]
 class SideStream:
     """Queues the all-reduce of each bucket on a side stream, without blocking the CPU.
 
-    Buckets are recorded as used by the side stream, because the backward pass may reuse their memory after
-    the gradients have been read.
+    Each bucket is marked as in use by the side stream (`Tensor.record_stream`), because the backward pass may
+    reuse its memory after the gradients have been read.
     """
 
     def __init__(self, all_reduce: AllReduce, clock: GpuClock) -> None:

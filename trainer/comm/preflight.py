@@ -104,7 +104,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-gbit", type=float, default=0.0, help=slower)
     options = parser.parse_args(argv)
     if not 0 <= options.min_gbit < float("inf"):
-        parser.error(f"--min-gbit {options.min_gbit}: must be a number of Gbit/s, at least 0")
+        parser.error(f"--min-gbit {options.min_gbit}: must be a number >= 0, in Gbit/s")
     if not 0 < options.timeout_s < float("inf"):
         parser.error(f"--timeout-s {options.timeout_s}: must be a positive number of seconds")
     return options

@@ -143,7 +143,7 @@ class SharedMemory:
                 self._arrived[peer].append(offset)
 
     def _lost(self, peer: int, error: OSError) -> dist.DistNetworkError:
-        """Return a torch.distributed error, for which the watch looks for the cause on all ranks."""
+        """Return a torch.distributed error, so that failures/watch.py searches all ranks for its cause."""
         if isinstance(error, BlockingIOError | TimeoutError):  # the timeout of the socket
             return dist.DistNetworkError(f"rank {peer} did not answer within {self._timeout_s:g} s")
         return dist.DistNetworkError(f"lost the connection to rank {peer}: {error.strerror or error}")

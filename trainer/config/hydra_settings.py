@@ -37,7 +37,7 @@ def apply_hydra_settings(settings: DictConfig, shown: DictConfig) -> None:
             shown.hydra.runtime.output_dir = str(Path(settings.run_dir).absolute())
         elif _OUTPUT in OmegaConf.to_yaml(settings):
             raise UserError(
-                f"${{{_OUTPUT}}} is run_dir, but run_dir is null and is chosen later; set run_dir=..."
+                f"${{{_OUTPUT}}} refers to run_dir, which is null and is chosen later; set run_dir=..."
             )
 
 

@@ -85,7 +85,7 @@ def parameter_groups(optim: dict[str, Any]) -> tuple[list[ParameterGroup], NoDec
 def _check_group(name: str, group: ParameterGroup) -> None:
     if not group.match and group.dims is None:
         raise UserError(
-            f"{name}.match has no value; set it to a regular expression of names, or set {name}.dims"
+            f"{name}.match has no value; set it to a regex for parameter names, or set {name}.dims"
         )
     if (node := group.optimizer) is None:
         return
@@ -93,7 +93,7 @@ def _check_group(name: str, group: ParameterGroup) -> None:
         raise UserError(f"{name}.optimizer has no _target_; set it to the import path of a class")
     lr = node.get("lr")
     if not isinstance(lr, int | float | None) or (lr or 0) < 0:
-        raise UserError(f"{name}.optimizer.lr is {lr!r}, but must be a number, at least 0")
+        raise UserError(f"{name}.optimizer.lr is {lr!r}, but must be a number >= 0")
     for key in ("lr", "weight_decay"):
         if key in node and (given := group.lr_scale if key == "lr" else group.weight_decay) is not None:
             other = "lr_scale, a factor of optim.lr," if key == "lr" else key

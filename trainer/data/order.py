@@ -1,8 +1,8 @@
-"""Orders for `data.order`, functions that choose and arrange the samples of an epoch of data read by index.
+"""Orders for `data.order`: functions that choose and arrange the samples of an epoch of a map-style dataset.
 
-An order may depend only on the dataset and on the given generator, which is seeded from the seed and the
-epoch, like the global generators during the call. So the order is the same for any number of ranks, and
-after a resume, even with another global batch size.
+An order may depend only on the dataset and on the given generator, which, like the global generators during
+the call, is seeded from the seed and the epoch. So the order is the same for any number of ranks, and after a
+resume, even with another global batch size.
 """
 
 from collections.abc import Callable
@@ -70,9 +70,9 @@ class ByWeight:
 def _per_sample(dataset: Any, name: str, dtype: torch.dtype) -> Tensor:
     values = getattr(dataset, name, None)
     if values is None or len(values) != len(dataset):
-        given = "none" if values is None else f"{len(values)}"
+        given = "no such attribute" if values is None else f"{len(values)} values"
         raise UserError(
-            f"data.order needs an attribute {name} of the dataset, with one value for each of its "
+            f"data.order requires the dataset to have an attribute {name} with one value for each of its "
             f"{len(dataset)} samples, but {getattr(dataset, 'class_name', type(dataset).__name__)} has "
             f"{given}"
         )

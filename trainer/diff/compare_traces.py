@@ -124,8 +124,8 @@ def units(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Return the differences of elements, in units in the last place (ulp) and as numbers.
 
     The unit is the spacing of the less precise type at the size of the element or, for smaller elements, at
-    the root mean square of the tensor: for elements close to 0, rounding causes differences of many of their
-    own, smaller units. NaN equals NaN; otherwise, a difference from NaN or Inf is infinite. For integers, the
+    the root mean square of the tensor: for elements close to 0, rounding causes differences of many units at
+    their own size. NaN equals NaN; otherwise, a difference from NaN or Inf is infinite. For integers, the
     unit is 1; for float64 scalars, which are losses, it is that of float32.
     """
     types = [t.dtype for t in (one, other) if t.is_floating_point()]

@@ -58,8 +58,8 @@ class RecordedRun(RunFiles):
         attempt = attempt_of(self.folder, step)
         if attempt is None:
             raise UserError(
-                f"{self.folder} has no record of its code and environment, because its code.json is damaged, "
-                "or an earlier version of Ringmaster, which did not write it, made the run; train again"
+                f"{self.folder} has no record of its code and environment: code.json is damaged, or the run "
+                "was trained with an earlier version of Ringmaster that did not write this file; train again"
             )
         return attempt
 

@@ -80,7 +80,7 @@ def check_mps() -> None:
     folder = os.environ.get(_MPS_FOLDER, "/tmp/nvidia-mps")
     if Path(folder, "control").exists():
         raise UserError(
-            f"ranks can't share a GPU under MPS, whose daemon listens in {folder}: a rank that is killed "
-            "would end the other ranks, which then couldn't save; stop the daemon (echo quit | "
-            f"nvidia-cuda-mps-control), or bypass it with {_MPS_FOLDER}=/dev/null"
+            "ranks can't share a GPU under NVIDIA MPS (Multi-Process Service), whose daemon listens in "
+            f"{folder}: a rank that is killed would end the other ranks, which then couldn't save; stop the "
+            f"daemon (echo quit | nvidia-cuda-mps-control), or bypass it with {_MPS_FOLDER}=/dev/null"
         )

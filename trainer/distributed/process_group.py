@@ -51,11 +51,11 @@ def watched_process_group(
     check_batch_sizes: Callable[[int], object] = lambda num_ranks: None,
     both_ways: bool = False,
 ) -> Iterator[tuple[Ranks, Watch]]:
-    """Initialize the default process group and the watch; destroy the group after a success.
+    """Initialize the default process group and the watch; destroy the group unless the context raises.
 
-    `rank_info` determines the ranks; a single process gets a group without a port. After an exception among
-    several processes, nothing is torn down: other ranks may have ended, and a collective would wait for them
-    and delay the exception.
+    `rank_info` determines the ranks; a single process gets a group that opens no port. After an exception
+    among several processes, nothing is torn down: other ranks may have ended, and a collective would wait for
+    them and delay the exception.
 
     Args:
         is_stopped: returns whether a signal has requested a stop.
@@ -69,8 +69,8 @@ def watched_process_group(
         The rank of this process, and the watch, which monitors the other ranks.
 
     Raises:
-        UserError: a device or backend is not available, ranks contradict each other, or there is no
-            rendezvous address.
+        UserError: a device or backend is not available, the launcher's variables contradict each other, or
+            there is no rendezvous address.
         RetryableError: ranks did not arrive within `distributed.timeout_s`, or hosts can't connect to each
             other; the message names them.
         Shrunk: other ranks died or hang, and this rank continues without them.
@@ -145,7 +145,7 @@ def _join(settings: DistributedConfig, here: RankInfo, hosts: list[int], store: 
     if "nccl" in backend and not (dist.is_nccl_available() and "nccl" in accelerator.backend_of(device)):
         raise UserError(f"distributed.backend={backend} requires CUDA, but the device is {device}; use gloo")
     if backend == "gloo" and is_accelerator(device) and here.world_size > 1:
-        log.warning("distributed.backend=%s on %s: collectives go through host memory", backend, device)
+        log.warning("distributed.backend=%s is slow on %s: it copies through host memory", backend, device)
     accelerator.use(device)  # before any use of a GPU; otherwise every rank opens a context on GPU 0
     rank, world_size = here.rank, here.world_size
     if ranks_per_gpu > 1:

@@ -98,7 +98,7 @@ def dry_run_passes(run: Run, micro_batches: Sequence[Any], begins_step: bool = F
             run.guards.buffers.compare(buffers)
     has_gradients = any(p.grad is not None for p in trainable.values())
     if not any(gather_objects(has_gradients)):
-        raise UserError(f"the first backward pass gave no parameter a gradient. {_causes(is_sharded)}")
+        raise UserError(f"no parameter received a gradient in the first backward pass. {_causes(is_sharded)}")
     if gathered is not None:
         gathered.close()
     _drop_gradients(model)

@@ -214,7 +214,7 @@ class Message:
         return self._sums
 
     def decoded(self) -> Tensor:
-        """Return the gradients, after the integers were summed over ranks."""
+        """Return the gradients, converted from the integers that have been summed over ranks."""
         self._checks.received(self._sums)
         decode(self._sums[:-1], self._sums[-1], self._gradients)
         return self._gradients

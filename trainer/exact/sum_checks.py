@@ -1,8 +1,8 @@
 """Checks of the sums of `train.exact`, for `train.verify_every`.
 
-Integers are added without rounding. So the difference between the sums after and before a chunk is its
-gradient, as it was added. And modulo 2**64, the elements that a rank receives have the same sum as the
-elements that all ranks have sent to it, whatever the order of additions.
+Integers are added without rounding. So the sum after a chunk minus the sum before it is exactly the
+gradient that was added. And modulo 2**64, the elements that a rank receives have the same sum as the elements
+that all ranks have sent to it, whatever the order of additions.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -92,11 +92,11 @@ def _number(name: str) -> Any:
 
 
 class Heartbeat:
-    """The record of this process, which no other process changes, and the records of its data workers.
+    """The heartbeats of this process (written only by this process) and of its data workers.
 
     Attributes:
         step: the current optimizer step, counted from 1; set it before entering the phases of a step.
-        finished: the last step that is finished and counted.
+        finished: the last step that is finished and included in the progress of the run.
         fd: the file descriptor of the memory, which other processes open as /proc/PID/fd/FD.
     """
 

@@ -105,10 +105,9 @@ class HostReports:
         return observed
 
     def confirmed(self, suspicion: Hashable, host: int) -> bool:
-        """Return whether `host` has sent two reports since the suspicion arose; always true for this host.
+        """Return whether `host` sent two reports since the first call with `suspicion`; true for this host.
 
-        An earlier or delayed report may show an old position of a rank, so that the rank seems to block
-        others.
+        An earlier or delayed report may show a rank's outdated progress, with which it seems to block others.
         """
         if suspicion != self.suspicion:
             self.suspicion, self._counts_before = suspicion, dict(self.counts)

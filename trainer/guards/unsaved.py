@@ -201,7 +201,7 @@ def _tensor_fingerprint(tensor: Tensor) -> tuple[str, bytes] | str:
 
 @functools.cache
 def _is_users_package(package: str) -> bool:
-    """Return whether `package` is the user's own code. Objects of libraries may be large."""
+    """Return whether `package` is the user's own code; objects of libraries may be too large to search."""
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     is_installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
     return package not in _NOT_TRAVERSED and not is_installed

@@ -324,7 +324,7 @@ class ShardCheck:
         self._changed = torch.zeros(len(self._parameters), dtype=torch.bool)
 
     def note(self) -> None:
-        """Record the bits of the shards; reads them once, without waiting for the device."""
+        """Record the bits of the shards, reading each shard once and without waiting for the device."""
         self._sums = self._bits()
 
     def _bits(self) -> Tensor:
@@ -346,7 +346,7 @@ class ShardCheck:
 
     @contextmanager
     def may_change(self) -> Iterator[None]:
-        """Return the context of user code that may change the weights."""
+        """Return a context manager for user code that may change the weights."""
         self._compare()
         yield
         self.note()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Wandb(Logger):
-    """One W&B run for a run and its resumes, which share an id.
+    """A logger that writes a run and its resumes to the same W&B run, under one id.
 
     The x-axis of metrics is `step`, the optimizer step. W&B's own step counter never decreases, so steps that
     a resumed run repeats appear twice.

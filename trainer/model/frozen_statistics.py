@@ -19,7 +19,7 @@ def keep_frozen_statistics(model: nn.Module) -> None:
 
 
 def follow_frozen_statistics(model: nn.Module) -> None:
-    """Update the mode of batch norms after their weights were frozen or made trainable."""
+    """Set batch norms to training or evaluation mode after their weights were made trainable or frozen."""
     for module in model.modules():
         if getattr(vars(module).get("train"), "func", None) is _train_unless_frozen:
             module.train()

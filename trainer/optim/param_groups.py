@@ -121,7 +121,7 @@ def _before_fused_step(optimizer: Optimizer, arguments: Any, options: Any) -> No
 
 
 def _is_dense(parameter: Tensor) -> bool:
-    """Return whether a parameter is contiguous or channels-last, as fused kernels assume without a check."""
+    """Return whether a parameter is contiguous or channels-last, as fused kernels assume without checking."""
     as_images = parameter.ndim == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     return as_images or parameter.is_contiguous()
 
@@ -158,7 +158,7 @@ def parameter_sets(trainable: TrainableParameters, optim: dict[str, Any]) -> dic
                 groups.append({"params": [trainable.own[name] for name in names], **options})
     titles = [group.get("name") for groups in sets.values() for group in groups]
     if duplicates := [title for title in titles if titles.count(title) > 1]:
-        raise UserError(f"two entries of optim.groups have the name {duplicates[0]}; set different names")
+        raise UserError(f"two entries of optim.groups are named {duplicates[0]}; give them different names")
     return sets
 
 

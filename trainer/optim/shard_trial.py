@@ -31,7 +31,7 @@ _RELATIVE, _ABSOLUTE = 1e-3, 5e-6  # fused kernels round the last elements of a 
 
 
 class Needs(IntEnum):
-    """What an optimizer needs for correct updates; if ranks differ, the larger value applies."""
+    """What an optimizer needs for correct updates; if ranks' results differ, the largest member applies."""
 
     SHARDS = 0
     WHOLE = 1

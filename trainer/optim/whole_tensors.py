@@ -57,7 +57,7 @@ class WholeTensors(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the shards (a collective of the ranks over which parameters are sharded)."""
+        """Update the shards. This is a collective of the ranks over which parameters are sharded."""
         given = [each for each in self._all.values() if each.shard.grad is not None]
         for each in given:
             if each.whole is not None:

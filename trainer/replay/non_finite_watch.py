@@ -49,7 +49,7 @@ class NonFiniteWatch:
 
     @contextmanager
     def watching(self, run: Run) -> Iterator[Run]:
-        """Within the context, watch the steps of the yielded run."""
+        """Yield a copy of `run` whose steps are watched while the context is open."""
         handles = []
         for wrapped_name, module in run.state.model.named_modules():
             name = plain_name(wrapped_name)

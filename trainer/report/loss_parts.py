@@ -66,7 +66,7 @@ class LossParts:
         self._sums.clear()
 
     def means(self) -> dict[str, float]:
-        """Return the mean of each part over all ranks, some of which may have no parts (a collective)."""
+        """Return the mean of each part over all ranks (a collective); some ranks may have no parts."""
         self._add_pending()
         own = list(self._sums)
         names = list(dict.fromkeys(name for part_names in gather_objects(own) for name in part_names))

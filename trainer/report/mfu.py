@@ -123,7 +123,7 @@ class ModelFlops:
             self._per_step = counter.get_total_flops() * self._micro_batches
         except Exception as error:  # a forward pass that needs values may raise anything
             reason = first_line(error)
-            log.info("no usage/mfu: failed to count the model's FLOPs on fake tensors: %s", reason)
+            log.info("usage/mfu is not logged, because counting FLOPs on fake tensors failed: %s", reason)
 
     def _faked(self, value: Any) -> Any:
         return torch.empty_like(value, device=self._device) if isinstance(value, Tensor) else value

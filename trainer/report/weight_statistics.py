@@ -50,7 +50,7 @@ class WeightStatistics:
         self._moved = double(torch.stack(norms)).square()
 
     def update_to_weight(self) -> float:
-        """Return the norm of the update over that of the weights, from samples (a collective)."""
+        """Return the ratio of update norm to weight norm, estimated from sampled elements (a collective)."""
         moved, weights = sum_over_ranks(self._moved.to(for_sums(self._ranks.device))).tolist()
         return math.sqrt(moved / weights) if weights else 0.0
 

@@ -1,4 +1,4 @@
-"""Build the strategy that the settings choose."""
+"""Build the strategy that the settings select."""
 
 from trainer.config import Config, DdpConfig, FsdpConfig, ParameterServerConfig, check_one_process
 from trainer.distributed.agreement import compare_across_ranks

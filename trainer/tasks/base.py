@@ -100,7 +100,7 @@ class Task(Protocol):
         """Compile what `loss` computes outside the model; called once if `train.compile=true`."""
 
     def num_tokens(self, batch: Any) -> int | Tensor:
-        """Return the number of counted tokens, for usage/tokens_per_second."""
+        """Return the number of tokens that count in the loss, for usage/tokens_per_second."""
 
     def eval_sums(self, model: nn.Module, batch: Any) -> Tensor:
         """Return sums over the batch, float64, on the model's device, of the same length for every batch.
@@ -118,7 +118,7 @@ class Task(Protocol):
         """Return metrics from the rows of all samples; called on rank 0 only, with tensors on the CPU."""
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Return tensors (B, ...) by name, a row per sample: the columns of `python -m trainer.predict`."""
+        """Return tensors (B, ...) by name, a row per sample; `trainer.predict` writes a column per name."""
 
     def show(self, model: nn.Module, evaluation: Evaluation) -> Shown:
         """Return texts, images and figures for TensorBoard; called after some of the evaluations.

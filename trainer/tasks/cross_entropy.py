@@ -36,7 +36,7 @@ def inputs_and_any_labels(batch: Any) -> tuple[Any, Tensor | None]:
 
 
 def num_counted(labels: Tensor) -> int:
-    """Return the number of counted labels of a batch in CPU memory; for probabilities (B, classes), B."""
+    """Return the number of labels (on the CPU) that count in the loss; for probabilities (B, classes), B."""
     if labels.is_floating_point():
         return len(labels)
     return int(np.count_nonzero(labels.cpu().numpy() != IGNORED))  # 3 us; torch takes 9
@@ -105,7 +105,7 @@ class CrossEntropy:
         if len(given) and not 0 <= int(given.min()) <= int(given.max()) < num_classes:
             least, most = int(given.min()), int(given.max())
             raise UserError(
-                f"the labels are from {least} to {most}, but the model has classes 0 to {num_classes - 1}; "
+                f"the labels range from {least} to {most}, but the model has classes 0 to {num_classes - 1}; "
                 f"set {self._setting}={max(most + 1, num_classes)}, or check the data; use {IGNORED} for "
                 "labels to ignore"
             )

@@ -44,8 +44,8 @@ def _samples_in(batch: Any, num_samples: int, task: str) -> int:
     """Return the number of rows of a batch's tensors, ignoring tensors with one row for the whole batch."""
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     way_out = (
-        f"the weight of its loss in the step is unknown; give {task} a method weight(batch) that returns the "
-        "number of samples or labels over which its loss is averaged"
+        f"the weight of this batch's loss in the step is unknown; give {task} a method weight(batch) that "
+        "returns the number of samples or labels over which its loss is averaged"
     )
     if any(leaf.dtype == torch.int64 and (leaf == IGNORED).any() for leaf in tensors):
         raise UserError(f"a batch has labels of {IGNORED}, which torch's cross-entropy ignores: {way_out}")

@@ -86,8 +86,8 @@ def _refuse_out_of_range(labels: Tensor) -> None:
     least, largest = (extreme.item() for extreme in labels.float().aminmax())
     if not 0 <= least <= largest <= 1:
         raise UserError(
-            f"the labels are from {least:g} to {largest:g}, but MultiLabel expects 0 to 1 and has no ignored "
-            "value such as -100; check the data, or set data.task to your own task"
+            f"the labels range from {least:g} to {largest:g}, but MultiLabel expects 0 to 1 and has no "
+            "ignored value such as -100; check the data, or set data.task to your own task"
         )
 
 

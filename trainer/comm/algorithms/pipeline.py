@@ -24,7 +24,7 @@ def segment_bounds(numel: int, num_segments: int) -> list[tuple[int, int]]:
 
 
 def first_sweep(segment: int, num_rounds: int, width: int) -> int:
-    """Return the sweep in which `segment` is first visited, after the last visit of segment - `IN_FLIGHT`."""
+    """Return the sweep that first visits `segment`, after the last visit of segment `segment - IN_FLIGHT`."""
     turn, position = divmod(segment, IN_FLIGHT)
     return turn * max(-(-IN_FLIGHT // width), num_rounds + 1) + position // width
 

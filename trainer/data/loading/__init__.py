@@ -1,1 +1,1 @@
-"""Load batches, from data that is read by index and from streams."""
+"""Load batches from map-style datasets and from streams."""

@@ -345,7 +345,7 @@ class _Answers:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the answers until the end of the data; raise exceptions that were returned as answers."""
+        """Yield the batches (`Answer`) until the end of the data; raise exceptions returned instead."""
         in_process = map(self._reader.__getitems__, self._requests)
         try:
             for answer in in_process if self._loader is None else self._loader:

@@ -72,8 +72,8 @@ class TextFiles:
             return json.loads(line)[self.field].encode(errors="replace")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise UserError(
-                f"the line at byte {offset:,} of {path} is not a JSON object with text as {self.field!r}: "
-                f"{type(error).__name__} {error}"
+                f"the line at byte {offset:,} of {path} is not a JSON object with a string in the field "
+                f"{self.field!r}: {type(error).__name__} {error}"
             ) from error
 
     def _parts(self, file: BufferedReader, border: int) -> Iterator[TextChunk]:
