@@ -50,7 +50,7 @@ def test_a_frozen_torchvision_backbone_with_a_new_head(tmp_path: Path) -> None:
     theirs = torchvision.models.shufflenet_v2_x0_5().state_dict()
     torch.save(theirs, cache / "shufflenetv2_x0.5-f707e7126e.pth")
     env = {"TORCH_HOME": str(tmp_path)}
-    with pytest.raises(RankFailure, match=r"model\.init_ignore=\[fc\] to leave these as initialized"):
+    with pytest.raises(RankFailure, match=r"model\.init_ignore=\[fc\] to keep their initial values"):
         run_ranks(train, 1, *BACKBONE, "strategy=single", f"run_dir={tmp_path / 'head'}", init=False, env=env)
     heads = {}
     for strategy, world in (("single", 1), ("fsdp", 2)):

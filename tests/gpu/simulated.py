@@ -180,7 +180,8 @@ def line() -> str:
     """Return the innermost source line of the project on the stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if (file := frame.f_code.co_filename).startswith(_ROOT) and file != __file__:
+        file = frame.f_code.co_filename
+        if file.startswith(_ROOT) and "site-packages" not in file and file != __file__:
             return f"{file.removeprefix(_ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"
