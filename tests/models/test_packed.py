@@ -120,5 +120,5 @@ def test_borders_that_the_model_ignores_are_refused(tmp_path: Path) -> None:
         ValueError, match="border=11: expected the ID of the token that ends documents, 0 to 10"
     ):
         gpt(border=11)
-    with pytest.raises(ValueError, match="a cache is not supported"):
+    with pytest.raises(ValueError, match="a key-value cache is not supported"):
         gpt(border=END)(packed(), gpt().empty_cache())
