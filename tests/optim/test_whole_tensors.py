@@ -67,16 +67,16 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_whole_tensors_and_saves_equal_one_process() -> None:
-    alone = run_ranks(optimizers.trained, 1, CASES, False)[0]
-    for found in run_ranks(optimizers.trained, 3, CASES, True):
+    alone = run_ranks(optimizers.train, 1, CASES, False)[0]
+    for found in run_ranks(optimizers.train, 3, CASES, True):
         ways = {target.rpartition(".")[2]: way for (target, _), (way, *_) in zip(CASES, found, strict=True)}
         refused = ways.pop("ClipsAll")
         assert "ClipsAll computes the update of a parameter from other parameters, which" in refused
         assert ways == dict.fromkeys(ways, "whole") | {"AdamW": "shards"}
         for (target, _), (_, right, _), (way, end, resumed) in zip(CASES, alone, found, strict=True):
             if not way.startswith("refused"):
-                assert optimizers.apart(end, right) < 1e-5, target
-                assert optimizers.apart(resumed, end) == 0, target
+                assert optimizers.max_difference(end, right) < 1e-5, target
+                assert optimizers.max_difference(resumed, end) == 0, target
 
 
 def _continued(root: Path, strategy: str, chain: dict[str, tuple[str, int, str]]) -> dict[str, list[Tensor]]:
@@ -107,4 +107,4 @@ def test_saves_can_be_resumed_on_one_two_and_three_ranks(tmp_path: Path) -> None
         saved = f"checkpoints/step_{until:08d}"
         resume = {target: str(tmp_path / target / str(until) / saved) for target in targets}
     for target in targets:
-        assert optimizers.apart(found[target], right[target]) < 1e-5, target
+        assert optimizers.max_difference(found[target], right[target]) < 1e-5, target
